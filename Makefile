@@ -1,0 +1,58 @@
+# `make demo` and `make test` are the two commands: each makes .venv if it is missing, installs, and goes.
+PYTHON  ?= python3
+# pages tested side by side, one thread each
+WORKERS ?= 2
+
+BIN    := .venv/bin
+READY  := .venv/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test check test-pages test-python lab notebooks masthead export readme
+.NOTPARALLEL:
+
+help:           ## this list
+	@echo 'make TARGET [PYTHON=python3.12] [WORKERS=2]'
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' Makefile
+
+demo: $(READY)  ## train the toy English-German translator, translate, score, draw what it looked at
+	$(BIN)/annotated-transformer demo
+
+test: check test-pages test-python  ## everything: the pages in step, every page run, then pytest
+
+check: $(READY)  ## export, clean, badges and README change nothing; no page holds what it may not
+	@echo '== pages, modules and README in step'
+	$(BIN)/python tools/pages.py check
+
+test-pages: $(READY)  ## run every page as a test
+	@echo '== every page, from top to bottom'
+	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers $(WORKERS) --timing
+
+test-python: $(READY)  ## pytest, for what a page cannot show
+	@echo '== pytest'
+	$(BIN)/python -m pytest -ra tests
+
+lab: $(READY)  ## read and edit the pages in JupyterLab
+	$(BIN)/jupyter lab nbs
+
+notebooks: masthead export  ## execute every page in place, keep its outputs, write the README
+	$(BIN)/python tools/pages.py run
+	$(BIN)/python tools/pages.py readme
+
+masthead: $(READY)  ## write the address of settings.ini into every page
+	$(BIN)/python tools/pages.py masthead
+
+export: $(READY)  ## the modules from the pages
+	$(BIN)/nbdev_export
+
+readme: $(READY)  ## execute the front page and write README.md from it
+	$(BIN)/python tools/pages.py masthead index
+	$(BIN)/python tools/pages.py run index
+	$(BIN)/python tools/pages.py readme
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+$(READY): settings.ini setup.py pyproject.toml constraints.txt | $(BIN)/python
+	@echo '== installing into .venv: a few minutes, and only when the requirements have changed'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@

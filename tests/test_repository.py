@@ -1,0 +1,123 @@
+"What the files of the repository say, read and not run: addresses, paths, and which module leans on which."
+import ast
+import json
+import re
+import subprocess
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+import annotated_transformer
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT/'annotated_transformer'
+
+# Each module imports only from lower floors. A new module takes its place here.
+FLOORS = {
+    1: 'attention positions vocabulary losses optimizer scoring toy_languages visualize checks',
+    2: 'layers batches corpora complexity',
+    3: 'transformer',
+    4: 'training decoding',
+    5: 'translator recurrent',
+    6: 'recipe interop heads',
+    7: 'cli',
+    8: '__main__',
+}
+FLOOR = {name: floor for floor, names in FLOORS.items() for name in names.split()}
+FOR_DEVELOPMENT = {'nbdev', 'execnb', 'fastcore', 'ghapi', 'beartype', 'IPython', 'pytest'}
+MODULES = sorted(p for p in PACKAGE.glob('*.py') if p.stem not in ('__init__', '_modidx'))
+PAGES = sorted((ROOT/'nbs').glob('*.ipynb'))
+
+
+@pytest.fixture(scope='module')
+def cfg():
+    config = ConfigParser()
+    config.read(ROOT/'settings.ini', encoding='utf-8')
+    return config['DEFAULT']
+
+
+@pytest.fixture(scope='module')
+def committed():
+    "The text of every committed file, by path; of every file that would be, where git does not run."
+    git = subprocess.run(['git', 'ls-files', '-co', '--exclude-standard'], cwd=ROOT, capture_output=True, text=True)
+    if git.returncode: pytest.skip('not a git checkout')
+    paths = [ROOT/line for line in git.stdout.splitlines() if (ROOT/line).is_file()]
+    return {str(p.relative_to(ROOT)): p.read_text(encoding='utf-8', errors='replace') for p in paths}
+
+
+def imports(path):
+    "What a module imports, at any level of its code: names as they would be written from outside."
+    for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+        if isinstance(node, ast.Import): yield from (a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level < 2, f'{path.name} reaches outside the package'
+            base = '.'.join(filter(None, [PACKAGE.name if node.level else '', node.module]))
+            yield from (f'{base}.{a.name}' for a in node.names)
+
+
+def test_version(cfg):
+    assert annotated_transformer.__version__ == cfg['version']
+
+
+def test_every_module_has_a_page_and_a_floor():
+    for path in MODULES:
+        assert path.stem in FLOOR, f'{path.name}: give it a floor in FLOORS'
+        if path.stem == '__main__': continue
+        made_from = re.search(r'File to edit: (\S+\.ipynb)', path.read_text(encoding='utf-8')[:300])
+        assert made_from and (PACKAGE/made_from[1]).resolve() in PAGES, f'{path.name} is not made from a page'
+
+
+@pytest.mark.parametrize('path', MODULES, ids=lambda p: p.stem)
+def test_imports_come_from_lower_floors(path):
+    for name in imports(path):
+        top, *rest = name.split('.')
+        assert top not in FOR_DEVELOPMENT, f'{path.name} imports {name}, which its users do not have'
+        if top != PACKAGE.name or rest == ['__version__']: continue
+        assert rest and rest[0] in FLOOR, f'{path.name} imports {name}: name the module it comes from'
+        assert FLOOR[rest[0]] < FLOOR[path.stem], (
+            f'{path.name} (floor {FLOOR[path.stem]}) imports {rest[0]} (floor {FLOOR[rest[0]]})')
+
+
+def test_no_path_of_a_machine(committed):
+    # in two pieces, so that this file is not its own finding
+    folders = '|'.join(['wo' 'rk', 'fa' 'rm', 'ro' 'ot', 'home/' r'[a-z]\w*', 'Us' r'ers/\w+'])
+    found = {f: m[0] for f, text in committed.items() if (m := re.search(rf'(?<![\w.])/(?:{folders})/\S*', text))}
+    assert not found
+
+
+def test_no_address_of_a_registry(committed):
+    hosts = ['py' 'pi.org', 'python' 'hosted.org', 'npm' 'js.org', 'debian' '.org', '/opt/' 'py' 'pi']
+    found = {f: h for f, text in committed.items() for h in hosts if h in text}
+    assert not found
+
+
+def test_the_public_address_stands_in_settings_alone(committed, cfg):
+    address = re.compile(rf'github(?:\.com)?/{re.escape(cfg["user"])}/|{re.escape(cfg["user"])}\.github\.io')
+    written = {f for f, text in committed.items() if address.search(text)}
+    derived = {'README.md', 'annotated_transformer/_modidx.py'}
+    assert {f for f in written - derived if not f.startswith('nbs/')} == set()
+    for f in written:
+        for owner_repo in re.findall(rf'github(?:\.com)?/({re.escape(cfg["user"])}/[\w-]+)', committed[f]):
+            assert owner_repo == f'{cfg["user"]}/{cfg["repo"]}', f
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda p: p.stem)
+def test_badge(page, cfg):
+    cells = json.loads(page.read_text(encoding='utf-8'))['cells']
+    first = next(''.join(c['source']) for c in cells if c['cell_type'] == 'markdown').splitlines()[0]
+    where = f'{cfg["user"]}/{cfg["repo"]}/blob/{cfg["branch"]}/nbs/{page.name}'
+    assert first.endswith(f'(https://colab.research.google.com/github/{where})'), 'run `make masthead`'
+
+
+def test_front_page_is_of_today(cfg):
+    "It is run apart from the pages that it lists: every page is on it, at the address of settings.ini."
+    text = (ROOT/'README.md').read_text(encoding='utf-8')
+    assert f'git clone {cfg["git_url"]} ' in text, 'run `make readme`'
+    assert f'Python {cfg["min_python"]} ' in text
+    for page in PAGES:
+        if page.stem == 'index': continue
+        cells = json.loads(page.read_text(encoding='utf-8'))['cells']
+        title = re.search(r'^# (.+)', '\n'.join(''.join(c['source']) for c in cells if c['cell_type'] == 'markdown'), re.M)
+        assert f'[{title[1]}](nbs/{page.name})' in text, 'run `make readme`'
+        assert f'{cfg["user"]}/{cfg["repo"]}/blob/{cfg["branch"]}/nbs/{page.name}' in text
