@@ -177,7 +177,7 @@ class Tokenizer:
 
     def __repr__(self)->str: return f'{type(self).__name__}({len(self)} tokens, langs={self.langs})'
 
-# %% ../nbs/12_vocabulary.ipynb #13-a2cebc
+# %% ../nbs/12_vocabulary.ipynb #13-75a9ce
 class WordTokenizer(Tokenizer):
     'Words as spaCy cuts them, one vocabulary for all languages.'
     kind = 'words'
@@ -197,7 +197,7 @@ class WordTokenizer(Tokenizer):
         min_freq:int=2,     # rarer words become UNK, so that UNK is trained too
     ):
         'A tokenizer that knows the commonest words of `texts`.'
-        self = cls(SPECIALS, dict.fromkeys(lang for lang, _ in texts))
+        self = cls(SPECIALS, [lang for lang, _ in texts])
         words = (self.split(text, lang) for lang, lines in texts for text in lines)
         self.vocabulary = build_vocab_from_iterator(words, min_freq, SPECIALS, max_tokens=vocab_size)
         self.vocabulary.set_default_index(UNK)
@@ -222,7 +222,7 @@ class WordTokenizer(Tokenizer):
     def from_state(cls, state): return cls(state['tokens'], state['langs'])
     def __len__(self)->int: return len(self.vocabulary)
 
-# %% ../nbs/12_vocabulary.ipynb #14-ef9658
+# %% ../nbs/12_vocabulary.ipynb #14-91a6b7
 class BytePairTokenizer(Tokenizer):
     'Byte-pair encoding: pieces of words, shared by the languages (section 5.1).'
     kind = 'bpe'
@@ -258,7 +258,7 @@ class BytePairTokenizer(Tokenizer):
         if model.get_vocab_size() > vocab_size:
             raise ValueError(f'vocab_size={vocab_size} is too small: the characters of this corpus '
                              f'and {len(SPECIALS)} specials are {model.get_vocab_size()} tokens')
-        return cls(model, dict.fromkeys(lang for lang, _ in texts))
+        return cls(model, [lang for lang, _ in texts])
 
     def encode_batch(self, texts, lang:str|None=None)->list:
         'The ids of many texts, in parallel; all languages are read alike.'

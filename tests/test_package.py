@@ -35,8 +35,10 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def elsewhere(tmp_path_factory):
-    "A folder for a fresh environment, away from the checkout."
-    return tmp_path_factory.mktemp('elsewhere')
+    "A folder for a fresh environment, away from the checkout; it is large, and goes when the tests are done."
+    folder = tmp_path_factory.mktemp('elsewhere')
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope='module')
@@ -109,7 +111,7 @@ config = TransformerConfig(vocab_size=23, n_layers=2, d_model=16, d_ff=32, n_hea
 model = Transformer(config).eval()
 src = torch.tensor([[5, 6, 7, EOS], [8, 9, 10, EOS]])
 assert model(src, torch.tensor([[BOS, 5, 6]]*2)).shape == (2, 3, 23)
-with torch.no_grad(): found = greedy(model, src, max_len=7)
+with torch.no_grad(): found = greedy(model, src, max_extra=7)
 assert len(found) == 2
 ''', cwd=elsewhere)
 

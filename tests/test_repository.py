@@ -47,9 +47,11 @@ def committed():
 
 
 def imports(path):
-    "What a module imports, at any level of its code: names as they would be written from outside."
+    "What a module imports, at any level of its code, and what it takes from the package's face: whole names."
     for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
-        if isinstance(node, ast.Import): yield from (a.name for a in node.names)
+        if isinstance(node, ast.Import): yield from (a.name for a in node.names if a.name != PACKAGE.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == PACKAGE.name:
+            yield f'{PACKAGE.name}.{node.attr}'
         elif isinstance(node, ast.ImportFrom):
             assert node.level < 2, f'{path.name} reaches outside the package'
             base = '.'.join(filter(None, [PACKAGE.name if node.level else '', node.module]))
