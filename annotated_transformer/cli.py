@@ -20,12 +20,12 @@ from .scoring import Scores
 from .translator import Translator
 from .vocabulary import write_whole
 
-# %% ../nbs/42_command_line.ipynb #05-692df4
+# %% ../nbs/42_command_line.ipynb #05-327f58
 @dataclass(frozen=True)
 class Train:
     "Train a translator. Unless told otherwise the settings are the corpus' recipe; an unfinished run goes on where it was."
     run: RunConfig
-    out: Path               # the run's folder: log, checkpoints, trained model
+    out: Path = Path('runs/toy-ende') # the run's folder: log, checkpoints, trained model
     preset: str = ''        # sizes of the model: mini, tiny, base, big or another row of Table 3
     overwrite: bool = False # start anew, whatever run the folder holds
 
@@ -125,11 +125,11 @@ def own_corpus(model: str) -> CorpusConfig:
     if not about.is_file(): return CorpusConfig()
     return CorpusConfig(**json.loads(about.read_text('utf-8')).get('run', {}).get('corpus', {}))
 
-# %% ../nbs/42_command_line.ipynb #18-3f7a2e
+# %% ../nbs/42_command_line.ipynb #18-aa3ac5
 def parse(args: list[str]):
     "The command that the arguments ask for, filled in. Raises ValueError that says what cannot be understood."
     asked = peek(args, 'corpus', 'preset', 'model')
-    train = Train(default_run(CorpusConfig(), asked.get('preset'), asked.get('corpus')), tyro.MISSING)
+    train = Train(default_run(CorpusConfig(), asked.get('preset'), asked.get('corpus')), Path('runs', asked.get('corpus', 'toy-ende')))
     corpus = CorpusConfig() if 'corpus' in asked else own_corpus(asked.get('model', 'runs/demo'))
     def command(cls, name, default): return Annotated[cls, tyro.conf.subcommand(name, default=default)]
     kinds = (command(Train, 'train', train) | command(Evaluate, 'evaluate', Evaluate(corpus))
@@ -144,9 +144,9 @@ def parse(args: list[str]):
         raise ValueError(said(errors.getvalue())) from None
 
 def said(box: str) -> str:
-    "The sentence in tyro's error box."
-    lines = [line.strip('│ ') for line in box.splitlines() if line.startswith('│')]
-    text = ' '.join(line for line in lines if line and not line.startswith(('─', 'For full helptext')))
+    "The sentence in tyro's error box, whose first line is a title and whose frame depends on the terminal."
+    lines = [line.strip('│─- ') for line in box.splitlines()[1:]]
+    text = ' '.join(line for line in lines if line and line[0] not in '╭╰' and not line.startswith('For full helptext'))
     return re.sub(r'^Error parsing \S+: ', '', text)
 
 # %% ../nbs/42_command_line.ipynb #21-e879c0

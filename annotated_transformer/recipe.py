@@ -32,14 +32,14 @@ class RunConfig:
     tokenizer: Literal['bpe', 'words'] = 'bpe' # byte-pair encoding, or whole words
     val_sentences: int = 0 # sentences of `val` translated greedily for a BLEU at each validation; 0: none
 
-# %% ../nbs/24_en_de.ipynb #08-8d503f
+# %% ../nbs/24_en_de.ipynb #08-949857
 RECIPES = {
     'copy': dict(preset='mini', tokenizer='words', model=dict(vocab_size=100),
                  training=dict(max_tokens=2048, warmup=200, peak_rate=3e-3, max_epochs=20)),
     'toy-ende': dict(preset='mini', model=dict(vocab_size=1000),
                      training=dict(max_tokens=2048, warmup=300, peak_rate=5e-3, max_epochs=8)),
-    'multi30k': dict(preset='tiny', model=dict(vocab_size=8000, dropout=0.3),
-                     training=dict(warmup=1000, peak_rate=5e-3, max_epochs=60)),
+    'multi30k': dict(preset='tiny', model=dict(vocab_size=6000, dropout=0.15),
+                     training=dict(max_tokens=2048, warmup=800, peak_rate=4e-3, max_epochs=60, save_every=200)),
 }
 
 # %% ../nbs/24_en_de.ipynb #09-2460e6
@@ -89,13 +89,12 @@ def claim(
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / 'run.json', json.dumps(settings(config), indent=2) + '\n')
 
-# %% ../nbs/24_en_de.ipynb #17-122ec7
-def run_tokenizer(out: Path, config: RunConfig, corpus: Corpus) -> Tokenizer:
-    "The tokenizer of a run: learned from its training split once, read back ever after."
+# %% ../nbs/24_en_de.ipynb #17-c35a04
+def run_tokenizer(out: Path, config: RunConfig, corpus: Corpus, overwrite: bool = False) -> Tokenizer:
+    "The tokenizer of a run: the one in its folder, or one learned from its training split."
     path = out / 'tokenizer.json'
-    if not path.is_file():
-        train_tokenizer(config.tokenizer, corpus['train'], corpus.langs, config.model.vocab_size).save(path)
-    return load_tokenizer(path)
+    if path.is_file() and not overwrite: return load_tokenizer(path)
+    return train_tokenizer(config.tokenizer, corpus['train'], corpus.langs, config.model.vocab_size)
 
 # %% ../nbs/24_en_de.ipynb #18-ae53cf
 def versions() -> dict[str, str]:
@@ -105,7 +104,7 @@ def versions() -> dict[str, str]:
                 tokenizers=tokenizers.__version__, python=platform.python_version(), threads=str(torch.get_num_threads()),
                 device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine())
 
-# %% ../nbs/24_en_de.ipynb #19-c1a959
+# %% ../nbs/24_en_de.ipynb #19-9bb1c9
 def train_translator(
     config: RunConfig,
     out: str | Path,            # the run's folder; an unfinished run of the same settings goes on there
@@ -115,9 +114,10 @@ def train_translator(
     "Corpus, vocabulary, batches, model, training, folder: all of section 5, and the validation score."
     out, corpus = Path(out), load_corpus(config.corpus)
     train_pairs, val_pairs = corpus['train'], corpus['val']
+    tokenizer = run_tokenizer(out, config, corpus, overwrite) # before the folder: what cannot be leaves none
     claim(out, config, overwrite)
     if (out / 'training.json').is_file(): return Translator.load(out)
-    tokenizer = run_tokenizer(out, config, corpus)
+    tokenizer.save(out / 'tokenizer.json')
     torch.manual_seed(config.training.seed)
     model = Transformer(replace(config.model, vocab_size=len(tokenizer))).to(best_device())
     def ids(pairs): return encode_pairs(pairs, tokenizer, corpus.langs, config.model.max_len)

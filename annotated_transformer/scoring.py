@@ -12,7 +12,7 @@ from pathlib import Path
 import safetensors.torch
 from torch import Tensor
 
-# %% ../nbs/22_scoring.ipynb #05-b87fa3
+# %% ../nbs/22_scoring.ipynb #16-5e646c
 @dataclass(frozen=True)
 class Scores:
     "Corpus scores of plain text, 0 to 100, with the signatures that say how they were counted."
@@ -23,15 +23,18 @@ class Scores:
     sentences: int
 
     def __str__(self):
-        return f'BLEU {self.bleu:.2f} ({self.signature}), chrF {self.chrf:.2f} ({self.chrf_signature}), {self.sentences} sentences'
+        return (f'BLEU {self.bleu:.2f} ({self.signature}), chrF {self.chrf:.2f} ({self.chrf_signature}), '
+                f'{self.sentences} sentences')
 
-# %% ../nbs/22_scoring.ipynb #06-4e2c09
+# %% ../nbs/22_scoring.ipynb #17-56b15f
 def score(
-    translations: Sequence[str], # detokenised, cased
+    translations: Sequence[str], # detokenised, cased: as a reader would see them
     references: Sequence[str],   # one for each translation
 ) -> Scores:
-    "sacreBLEU and chrF of a corpus. Raises ValueError for different numbers of sentences, or none."
+    "sacreBLEU and chrF of a corpus. Raises ValueError for one string, different numbers of sentences, or none."
     from sacrebleu.metrics import BLEU, CHRF
+    if isinstance(translations, str) or isinstance(references, str):
+        raise ValueError('a corpus is a list of sentences: put a single one into a list')
     if len(translations) != len(references):
         raise ValueError(f'{len(translations)} translations cannot be scored against {len(references)} references')
     if not references: raise ValueError('there is nothing to score: no translations')
@@ -39,33 +42,40 @@ def score(
     b, c = (metric.corpus_score(list(translations), [list(references)]) for metric in (bleu, chrf))
     return Scores(b.score, str(bleu.get_signature()), c.score, str(chrf.get_signature()), len(references))
 
-# %% ../nbs/22_scoring.ipynb #07-2e0022
+# %% ../nbs/22_scoring.ipynb #42-d8a056
 def score_groups(
     translations: Sequence[str],
-    references: Sequence[str],
-    groups: Sequence[Iterable[str]], # for each sentence the names of the groups that it belongs to
-) -> dict[str, Scores]:
-    "Scores of each group's sentences alone: by phenomenon, by length, by topic."
+    references: Sequence[str],       # one for each translation
+    groups: Sequence[Iterable[str]], # for each sentence the names of the groups that it belongs to: any number
+) -> dict[str, Scores]: # by name, in alphabetical order
+    "Scores of each group's sentences alone: by phenomenon, by length, by topic. Raises ValueError unless counts agree."
+    if not len(translations) == len(references) == len(groups):
+        raise ValueError(f'{len(translations)} translations, {len(references)} references and '
+                         f'{len(groups)} sets of groups: there must be one of each for a sentence')
     members = {}
     for i, names in enumerate(groups):
         for name in names: members.setdefault(name, []).append(i)
     return {name: score([translations[i] for i in members[name]], [references[i] for i in members[name]])
             for name in sorted(members)}
 
-# %% ../nbs/22_scoring.ipynb #08-bbe31a
+# %% ../nbs/22_scoring.ipynb #47-bfa424
 def perplexity(
     loss: float, # mean negative log-probability per token, in nats
 ) -> float:
     "Among how many equally likely tokens the model seems to choose. Comparable only over the same tokens."
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss > 700 else math.exp(loss) # 700: beyond it the power leaves a float's range
 
-# %% ../nbs/22_scoring.ipynb #09-2b9599
+# %% ../nbs/22_scoring.ipynb #55-65d4a6
 def average_weights(
-    paths: Sequence[Path], # safetensors files of one architecture
-) -> dict[str, Tensor]:
-    "Section 6.1: the mean of each weight over several checkpoints. Raises ValueError for no files."
+    paths: Sequence[str | Path], # safetensors files of one architecture
+) -> dict[str, Tensor]: # float32, by name
+    "Section 6.1: the mean of each weight over several checkpoints. Raises ValueError for none, or for unlike ones."
     if not paths: raise ValueError('there are no checkpoints to average')
     total = {name: w.double() for name, w in safetensors.torch.load_file(paths[0]).items()}
     for path in paths[1:]:
-        for name, w in safetensors.torch.load_file(path).items(): total[name] += w
+        weights = safetensors.torch.load_file(path)
+        sizes = [{name: tuple(w.shape) for name, w in ws.items()} for ws in (total, weights)]
+        if sizes[0] != sizes[1]: raise ValueError(f'{path} cannot be averaged with {paths[0]}: their weights differ in '
+                                                  f'{sorted({name for name, _ in sizes[0].items() ^ sizes[1].items()})}')
+        for name, w in weights.items(): total[name] += w
     return {name: (w / len(paths)).float() for name, w in total.items()}

@@ -3,16 +3,16 @@
 # %% auto #0
 __all__ = ['PEOPLE_AND_ANIMALS', 'THINGS', 'PLACES', 'ADJECTIVES', 'INTRANSITIVE_VERBS', 'TRANSITIVE_VERBS', 'PREPOSITIONS',
            'TWO_WAY', 'CONTRACTIONS', 'DETERMINERS', 'ENDINGS', 'PRONOUNS', 'MODALS', 'TIMES', 'SAYING_VERBS',
-           'WEATHER_VERBS', 'CONJUNCTIONS', 'OFTEN', 'NOUNS', 'CASES', 'COLUMNS', 'VERBS', 'SAYING', 'WEATHER',
-           'ADJECTIVE_ROWS', 'DESCRIBED_BY', 'LIVING', 'FEELINGS', 'SITES', 'DETERMINED', 'ENDING', 'PERSONS',
-           'COLUMN_OF', 'GERMAN_PRONOUN', 'BE', 'HAVE', 'MODAL', 'ROLES', 'UNSUITED', 'CHOICES', 'NOTHING', 'UNDENIED',
-           'GERMAN_COMMA', 'PATTERNS', 'PHENOMENA', 'SPLITS', 'LONGEST', 'copy_pairs', 'rows', 'Noun', 'Verb',
-           'of_kind', 'read_verb', 'read_verbs', 'Word', 'Phrase', 'Draft', 'NounPhrase', 'determiners', 'determiner',
-           'described', 'noun_phrase', 'pronoun', 'place', 'Clause', 'agreement', 'german_present', 'verb_group',
-           'objects', 'choose_mode', 'clause', 'state', 'somebody', 'clear', 'event', 'follow_up', 'named', 'main',
-           'subordinate', 'join', 'opening', 'complex_sentence', 'that_sentence', 'coordinate', 'compound_sentence',
-           'simple_sentence', 'write', 'words', 'written', 'ToyPair', 'make_pair', 'checksum', 'held_out', 'split_of',
-           'toy_pairs', 'cached_pairs', 'toy_ende']
+           'WEATHER_VERBS', 'CONJUNCTIONS', 'OFTEN', 'NOUNS', 'CASES', 'COLUMNS', 'VERBS', 'LIKELY_VERBS', 'SAYING',
+           'WEATHER', 'ADJECTIVE_ROWS', 'DESCRIBED_BY', 'LIVING', 'DESCRIBED', 'LIVING_ONES', 'PERSON', 'FEELINGS',
+           'SITES', 'DETERMINED', 'ENDING', 'PERSONS', 'COLUMN_OF', 'GERMAN_PRONOUN', 'BE', 'HAVE', 'MODAL', 'ROLES',
+           'UNSUITED', 'CHOICES', 'NOTHING', 'QUANTIFIERS', 'GERMAN_COMMA', 'PATTERNS', 'PHENOMENA', 'SPLITS',
+           'LONGEST', 'copy_pairs', 'rows', 'Noun', 'Verb', 'of_kind', 'read_verb', 'read_verbs', 'Word', 'Phrase',
+           'Draft', 'NounPhrase', 'determiners', 'determiner', 'described', 'noun_phrase', 'pronoun', 'place', 'Clause',
+           'agreement', 'german_present', 'verb_group', 'objects', 'choose_mode', 'clause', 'state', 'somebody',
+           'clear', 'event', 'follow_up', 'named', 'main', 'subordinate', 'join', 'opening', 'complex_sentence',
+           'that_sentence', 'coordinate', 'compound_sentence', 'simple_sentence', 'write', 'words', 'written',
+           'ToyPair', 'make_pair', 'checksum', 'held_out', 'split_of', 'toy_pairs', 'cached_pairs', 'toy_ende']
 
 # %% ../nbs/10_toy_languages.ipynb #02-f7876c
 import random, re, zlib
@@ -41,7 +41,7 @@ def copy_pairs(
         seen[' '.join(str(1 + int(rng.random() * n_symbols)) for _ in range(length))] = None
     return [(text, text) for text in seen]
 
-# %% ../nbs/10_toy_languages.ipynb #04-c274be
+# %% ../nbs/10_toy_languages.ipynb #04-d6b6bf
 PEOPLE_AND_ANIMALS = '''
 man           men           m Mann          Männer        person he loose
 woman         women         f Frau          Frauen        person she loose
@@ -50,10 +50,8 @@ girl          girls         n Mädchen       Mädchen       person she loose
 teacher       teachers      m Lehrer        Lehrer        person he
 doctor        doctors       m Arzt          Ärzte         person he
 friend        friends       m Freund        Freunde       person he
-guest         guests        m Gast          Gäste         person he
 brother       brothers      m Bruder        Brüder        person he kin
 sister        sisters       f Schwester     Schwestern    person she kin
-daughter      daughters     f Tochter       Töchter       person she kin
 mother        -             f Mutter        -             person she kin
 father        -             m Vater         -             person he kin
 aunt          aunts         f Tante         Tanten        person she kin
@@ -63,23 +61,22 @@ cat           cats          f Katze         Katzen        animal
 horse         horses        n Pferd         Pferde        animal
 bird          birds         m Vogel         Vögel         animal
 cow           cows          f Kuh           Kühe          animal
-duck          ducks         f Ente          Enten         animal
 rabbit        rabbits       n Kaninchen     Kaninchen     animal
 '''
 
-# %% ../nbs/10_toy_languages.ipynb #05-81585b
+# %% ../nbs/10_toy_languages.ipynb #05-7194ee
 THINGS = '''
 book          books         n Buch          Bücher        thing read write flat
 school_book   school_books  n Schulbuch     Schulbücher   thing read flat
 letter        letters       m Brief         Briefe        read write flat open
 newspaper     newspapers    f Zeitung       Zeitungen     read flat
-apple         apples        m Apfel         Äpfel         food
-egg           eggs          n Ei            Eier          food cook
-cake          cakes         m Kuchen        Kuchen        food bake
-apple_cake    apple_cakes   m Apfelkuchen   Apfelkuchen   food bake
+apple         apples        m Apfel         Äpfel         food whole
+egg           eggs          n Ei            Eier          food whole cook
+cake          cakes         m Kuchen        Kuchen        food whole bake
+apple_cake    apple_cakes   m Apfelkuchen   Apfelkuchen   food whole bake
 soup          soups         f Suppe         Suppen        food cook hot
 potato_soup   potato_soups  f Kartoffelsuppe Kartoffelsuppen food cook hot
-potato        potatoes      f Kartoffel     Kartoffeln    food cook
+potato        potatoes      f Kartoffel     Kartoffeln    food whole cook
 bread         -             n Brot          -             mass food bake side
 cheese        -             m Käse          -             mass food side
 milk          -             f Milch         -             mass drink hot lap side
@@ -92,76 +89,65 @@ dress         dresses       n Kleid         Kleider       thing clothes wash
 coat          coats         m Mantel        Mäntel        thing clothes wash flat
 winter_coat   winter_coats  m Wintermantel  Wintermäntel  thing clothes flat
 jacket        jackets       f Jacke         Jacken        thing clothes wash flat
-hat           hats          m Hut           Hüte          thing clothes flat
 shoe          shoes         m Schuh         Schuhe        thing clothes
 ball          balls         m Ball          Bälle         thing
 key           keys          m Schlüssel     Schlüssel     thing flat
 house_key     house_keys    m Hausschlüssel Hausschlüssel thing flat
 picture       pictures      n Bild          Bilder        thing hang
 bottle        bottles       f Flasche       Flaschen      thing upright open
-milk_bottle   milk_bottles  f Milchflasche  Milchflaschen thing upright open
 cup           cups          f Tasse         Tassen        thing upright wash
 coffee_cup    coffee_cups   f Kaffeetasse   Kaffeetassen  thing upright wash
 glass         glasses       n Glas          Gläser        thing upright wash
-lamp          lamps         f Lampe         Lampen        thing upright switch mend
+lamp          lamps         f Lampe         Lampen        thing upright mend
 '''
 
-# %% ../nbs/10_toy_languages.ipynb #06-1bfe38
+# %% ../nbs/10_toy_languages.ipynb #06-d0320d
 PLACES = '''
 bag           bags          f Tasche        Taschen       thing open shut heavy inside beside
-school_bag    school_bags   f Schultasche   Schultaschen  thing open shut heavy inside beside
-box           boxes         f Kiste         Kisten        thing open shut heavy inside beside behind hurdle
 table         tables        m Tisch         Tische        thing mend heavy on under desk around
 kitchen_table kitchen_tables m Küchentisch  Küchentische  thing mend heavy on under desk
 chair         chairs        m Stuhl         Stühle        thing mend heavy on seat under beside hurdle
 garden_chair  garden_chairs m Gartenstuhl   Gartenstühle  thing mend heavy seat beside
 bed           beds          n Bett          Betten        thing heavy seat under beside
-sofa          sofas         n Sofa          Sofas         thing heavy seat behind beside
-cupboard      cupboards     m Schrank       Schränke      thing open shut heavy inside behind beside
 bench         benches       f Bank          Bänke         thing mend on seat under beside hurdle
 door          doors         f Tür           Türen         open shut mend meet behind beside
 front_door    -             f Haustür       -             open shut mend meet behind beside
 window        windows       n Fenster       Fenster       open shut wash desk
 kitchen_window -            n Küchenfenster -             open shut wash desk
-wall          -             f Wand          -             wall
+wall          -             f Wand          -             wall loose
 car           cars          n Auto          Autos         vehicle mend wash seen behind beside
-bicycle       bicycles      n Fahrrad       Fahrräder     thing vehicle mend wash seen beside
-bus           buses         m Bus           Busse         vehicle seen arrive behind
-school_bus    school_buses  m Schulbus      Schulbusse    vehicle seen arrive behind
-train         trains        m Zug           Züge          vehicle seen arrive
+bus           buses         m Bus           Busse         vehicle seen arrive behind loose
+school_bus    school_buses  m Schulbus      Schulbusse    vehicle seen arrive behind loose
+train         trains        m Zug           Züge          vehicle seen arrive loose
 house         houses        n Haus          Häuser        place seen in behind beside before into around near
 kitchen       -             f Küche         -             place tidy in into
 room          rooms         n Zimmer        Zimmer        place tidy in into
 garden        gardens       m Garten        Gärten        place seen in into behind through
 park          -             m Park          -             place seen in into to through near
-forest        -             m Wald          -             place seen in into through near
+forest        -             m Wald          -             place seen in into through near loose
 school        -             f Schule        -             place seen in to behind before near
 church        churches      f Kirche        Kirchen       place seen to behind before beside near around
-station       -             m Bahnhof       -             place seen meet goal to behind before near
-lake          -             m See           -             place seen meet goal to around near swim
+station       -             m Bahnhof       -             place seen meet goal to behind before near loose
+lake          -             m See           -             place seen meet goal to around near swim loose
 bridge        bridges       f Brücke        Brücken       place seen meet under over near
 tree          trees         m Baum          Bäume         seen under behind beside around
-apple_tree    apple_trees   m Apfelbaum     Apfelbäume    seen under behind beside
-village       villages      n Dorf          Dörfer        place seen visit in to through near
+apple_tree    -             m Apfelbaum     -             seen under behind beside
+village       villages      n Dorf          Dörfer        place seen visit in into through near
 '''
 
-# %% ../nbs/10_toy_languages.ipynb #07-8d6ed6
+# %% ../nbs/10_toy_languages.ipynb #07-e4ec12
 ADJECTIVES = '''
-small     klein      person animal thing food place
-big       groß       person animal thing food place
+small     klein      person animal thing whole place
+big       groß       person animal thing whole place
 old       alt        person animal thing vehicle place
 young     jung       person animal
 new       neu        thing vehicle
 beautiful schön      thing animal vehicle place
 red       rot        thing vehicle
-blue      blau       thing vehicle
-green     grün       thing vehicle
 black     schwarz    animal clothes vehicle
 white     weiß       animal clothes
 good      gut        person food drink read
 friendly  freundlich person animal
-cheap     billig     thing food vehicle
-heavy     schwer     heavy
 cold      kalt       drink hot
 warm      warm       hot
 fresh     frisch     food lap
@@ -172,7 +158,7 @@ happy     glücklich  person animal feels
 late      spät       time
 '''
 
-# %% ../nbs/10_toy_languages.ipynb #08-156089
+# %% ../nbs/10_toy_languages.ipynb #08-d2ce9e
 INTRANSITIVE_VERBS = '''
 sleep sleeps slept | schlafen schläft hat geschlafen | person | | in seat
 sleep sleeps slept | schlafen schläft hat geschlafen | animal | | in seat under beside
@@ -186,7 +172,7 @@ run runs run | laufen läuft ist gelaufen | person animal | | ! into through aro
 jump jumps jumped | springen springt ist gesprungen | animal | | ! onto hurdle
 go goes gone | gehen geht ist gegangen | person | | ! to into through home
 come comes come | kommen kommt ist gekommen | person animal | | ! from out
-sit sits sat | sitzen sitzt hat gesessen | person animal | | ! seat under desk beside
+sit sits sat | sitzen sitzt hat gesessen | person animal | | ! seat desk beside
 lie lies - | liegen liegt - | flat | | ! on under beside inside
 stand stands - | stehen steht - | upright | | ! on beside behind
 hang hangs - | hängen hängt - | hang | | ! wall
@@ -197,39 +183,37 @@ belong_to belongs_to - | gehören gehört - | thing vehicle | dat person |
 help helps helped | helfen hilft hat geholfen | person | dat person animal | in
 '''
 
-# %% ../nbs/10_toy_languages.ipynb #09-06858f
+# %% ../nbs/10_toy_languages.ipynb #09-b065b6
 TRANSITIVE_VERBS = '''
 read reads read | lesen liest hat gelesen | person | acc read | in desk
 write writes written | schreiben schreibt hat geschrieben | person | acc write | in desk
 buy buys bought | kaufen kauft hat gekauft | person | acc thing food read vehicle | for
-sell sells sold | verkaufen verkauft hat verkauft | person | acc thing vehicle |
-eat eats eaten | essen isst hat gegessen | person | acc food | desk side
+eat eats eaten | essen isst hat gegessen | person | acc food | side side desk
 drink drinks drunk | trinken trinkt hat getrunken | person | acc drink | in desk
 drink drinks drunk | trinken trinkt hat getrunken | animal | acc lap |
 see sees seen | sehen sieht hat gesehen | person animal | acc person animal seen | meet near before
-hear hears heard | hören hört hat gehört | person animal | acc person animal | in
-find finds found | finden findet hat gefunden | person | acc thing | on under behind inside
-look_for looks_for looked_for | suchen sucht hat gesucht | person animal | acc animal thing | in behind near
+find finds found | finden findet hat gefunden | person | acc animal flat upright | on under behind inside
+look_for looks_for looked_for | suchen sucht hat gesucht | person | acc animal flat upright | in behind near
+look_for looks_for looked_for | suchen sucht hat gesucht | animal | acc person animal | in behind near
 carry carries carried | tragen trägt hat getragen | person | acc heavy upright | into through
-wash washes washed | waschen wäscht hat gewaschen | person | acc wash | water in
-cook cooks cooked | kochen kocht hat gekocht | person | acc cook | water in for
+wash washes washed | waschen wäscht hat gewaschen | person | acc wash | water
+cook cooks cooked | kochen kocht hat gekocht | person | acc cook | water for
 bake bakes baked | backen backt hat gebacken | person | acc bake | in for
 repair repairs repaired | reparieren repariert hat repariert | person | acc mend | in for
 need needs - | brauchen braucht - | person | acc thing vehicle drink |
-like likes - | mögen mag - | person | liked person animal food drink read clothes |
+like likes - | mögen mag - | person | liked animal food drink read clothes |
 visit visits visited | besuchen besucht hat besucht | person | acc person visit | with
 open opens opened | aufmachen macht_auf hat aufgemacht | person | acc open |
 close closes closed | zumachen macht_zu hat zugemacht | person | acc shut |
-turn_on turns_on turned_on | anmachen macht_an hat angemacht | person | acc switch | in
 put_on puts_on put_on | anziehen zieht_an hat angezogen | person | acc clothes |
-bring_along brings_along brought_along | mitbringen bringt_mit hat mitgebracht | person | acc thing food | for
+bring_along brings_along brought_along | mitbringen bringt_mit hat mitgebracht | person | acc flat upright food hang | for
 clean_up cleans_up cleaned_up | aufräumen räumt_auf hat aufgeräumt | person | acc tidy | for
 invite invites invited | einladen lädt_ein hat eingeladen | person | acc person |
 lay lays laid | legen legt hat gelegt | person | acc flat | ! >on >under >beside >inside
 put puts put | stellen stellt hat gestellt | person | acc upright | ! >on >beside >behind
 hang hangs hung | hängen hängt hat gehängt | person | acc hang | ! >wall
-give gives given | geben gibt hat gegeben | person | dat person acc thing read food |
-show shows shown | zeigen zeigt hat gezeigt | person | dat person acc thing read animal | in
+give gives given | geben gibt hat gegeben | person | dat person acc flat upright food hang clothes animal |
+show shows shown | zeigen zeigt hat gezeigt | person | dat person acc thing read animal vehicle | in
 '''
 
 # %% ../nbs/10_toy_languages.ipynb #10-ed50c5
@@ -314,10 +298,9 @@ TIMES = {
     'modal': 'today=heute|now=jetzt|tomorrow=morgen|in+the=am evening=Abend|on=am Sunday=Sonntag|every=jeden day=Tag',
 }
 
-# %% ../nbs/10_toy_languages.ipynb #12-74f631
+# %% ../nbs/10_toy_languages.ipynb #12-e8471e
 SAYING_VERBS = """
 say says - | sagen sagt - | person | |
-believe believes - | glauben glaubt - | person | |
 know knows - | wissen weiß - | person | |
 hope hopes - | hoffen hofft - | person | |
 """
@@ -382,13 +365,16 @@ def read_verbs(table:str)->tuple[Verb, ...]:
     "All rows of a verb table."
     return tuple(read_verb(line) for line in table.splitlines() if line)
 
-# %% ../nbs/10_toy_languages.ipynb #15-0acf3f
+# %% ../nbs/10_toy_languages.ipynb #15-c3fa04
 CASES, COLUMNS = ('nominative', 'accusative', 'dative'), ('m', 'f', 'n', 'pl')
 VERBS = read_verbs(INTRANSITIVE_VERBS + TRANSITIVE_VERBS)
+LIKELY_VERBS = VERBS + tuple(verb for verb in VERBS if verb.prefix)
 SAYING, WEATHER = read_verbs(SAYING_VERBS), read_verbs(WEATHER_VERBS)
 ADJECTIVE_ROWS = [(en, de, frozenset(kinds)) for en, de, *kinds in rows(ADJECTIVES)]
 DESCRIBED_BY = {noun: [(en, de) for en, de, kinds in ADJECTIVE_ROWS if kinds & noun.kinds] for noun in NOUNS}
 LIVING = frozenset(['person', 'animal'])
+DESCRIBED, LIVING_ONES = [n for n in NOUNS if len(DESCRIBED_BY[n]) > 2], of_kind(*LIVING)
+PERSON = NOUNS[0]   # can do what a person can do
 FEELINGS = [(en, de) for en, de, kinds in ADJECTIVE_ROWS if 'feels' in kinds]
 SITES = {name: (en, de, {'dat': 'dative', 'acc': 'accusative'}[case], of_kind(kind))
          for name, en, de, case, kind in rows(PREPOSITIONS)}
@@ -403,7 +389,7 @@ BE = (('am', 'is', 'are'), ('bin', 'ist', 'sind'))
 HAVE = {'ist': BE[1], 'hat': ('habe', 'hat', 'haben')}
 MODAL = [((en, third, en), no, (de, de, plural)) for third, en, no, de, plural in rows(MODALS)]
 
-# %% ../nbs/10_toy_languages.ipynb #16-0ce6a4
+# %% ../nbs/10_toy_languages.ipynb #16-e0dc18
 class Word(NamedTuple):
     "One word and the links it hangs on: words of the two languages that share a link are aligned."
     form:str
@@ -419,8 +405,9 @@ class Draft:
     "What one sentence remembers while it is written: its dice, its links, what it shows and mentions."
     def __init__(self, rng):
         self.random, self.links = rng.random, 0
-        self.phenomena, self.combinations, self.said, self.mentioned = set(), set(), set(), []
-        self.strangers = ['I', 'we', 'he', 'she', 'they']   # pronouns that need no antecedent
+        self.phenomena, self.combinations, self.said, self.mentioned, self.done = set(), set(), set(), [], []
+        self.timed = False   # whether it has been said when
+        self.strangers = ['I', 'I', 'we', 'he', 'she', 'they']   # pronouns that need no antecedent
 
     def chance(self, p): return self.random() < p
 
@@ -442,7 +429,7 @@ class Draft:
         ties = [self.tie(*side.replace('+', ' ').split('=')) for side in text.split()]
         return Phrase([w for tie in ties for w in tie.en], [w for tie in ties for w in tie.de])
 
-# %% ../nbs/10_toy_languages.ipynb #17-0b6a20
+# %% ../nbs/10_toy_languages.ipynb #17-fdab1d
 class NounPhrase(NamedTuple):
     "A phrase, with what the rest of its sentence has to know of it."
     en:list
@@ -454,18 +441,19 @@ class NounPhrase(NamedTuple):
 
 ROLES = {   # determiners by role, in the singular and in the plural; what stands twice comes twice as often
     'subject': ('the the the the the the the a a a my our his her this this every no',
-                'the the the the the my our these these two three many all -'),
+                'the the the the the my our these these two three many all'),
     'object':  ('the the the the the the a a a a my our his her this', 'the the the my these two three many - - -'),
     'undone':  ('the the the a a a my his this', 'the the our these - - -'),
     'liked':   ('the the the my our his her this', 'the my these - - -'),
     'person':  ('the the the the the the my our his her this', 'the the the my our two three these'),
     'named':   ('a a a a my our his her no', '- - - my our two three'),
-    'place':   ('the the the the the the the a a our this', 'the')}
-UNSUITED = {'kin': 'a this every no all many these -', 'loose': 'my our his her'}
+    'unnamed': ('a a a my our his her', '- - - my our'),
+    'place':   ('the the the the the the the the a our this', 'the')}
+UNSUITED = {'kin': 'a this every no all many these', 'person': '-', 'loose': 'my our his her'}
 
 def determiners(noun:Noun, role:str)->tuple[list, list]:
     "What may stand before this noun in this role: singular, plural ('' for nothing)."
-    if 'mass' in noun.kinds: return (['the'] if role == 'subject' else ['', '', '', 'the']), []
+    if 'mass' in noun.kinds: return {'subject': ['the'], 'named': [''], 'unnamed': ['']}.get(role, ['', '', '', 'the']), []
     unsuited = ' '.join(words for kind, words in UNSUITED.items() if kind in noun.kinds).split()
     singular, plural = ([w.strip('-') for w in words.split() if w not in unsuited] for words in ROLES[role])
     return singular, plural
@@ -493,23 +481,24 @@ def described(d:Draft, noun:Noun, case:str, column:str, declension:str)->Phrase:
     d.said.add(en)
     return d.tie(en, de.rstrip('e') + ENDING[declension, case, column])
 
-# %% ../nbs/10_toy_languages.ipynb #19-228d3f
+# %% ../nbs/10_toy_languages.ipynb #19-7f5b6d
 def noun_phrase(d:Draft, noun:Noun, case:str, role:str, negation:tuple=())->NounPhrase:
     "Determiner, perhaps an adjective, noun, agreeing; `negation` is the link of a 'not' that may become 'kein'."
-    plural = bool(noun.plural) and role != 'place' and d.chance(.3)
-    column, det = 'pl' if plural else noun.gender, d.pick(CHOICES[noun, role][plural])
+    singulars, plurals = CHOICES[noun, role]
+    plural = bool(noun.plural and plurals) and role != 'place' and d.chance(.3)
+    column, det = 'pl' if plural else noun.gender, d.pick(plurals if plural else singulars)
     article, declension = determiner(d, det, case, column, negation)
     german = noun.de_plural if plural else noun.de
     if plural and case == 'dative' and german[-1] not in 'ns': german += 'n'
     head = d.tie(noun.plural if plural else noun.en, german)
-    if DESCRIBED_BY[noun] and d.chance(.2 if role == 'place' else .35):
+    if DESCRIBED_BY[noun] and d.chance(.2 if role == 'place' else .35 if det else .6):
         attribute = described(d, noun, case, column, declension)
         head = Phrase(attribute.en + head.en, attribute.de + head.de)
     if det == 'a' and head.en[0].form[0] in 'aeiou': article.en[0] = Word('an', article.en[0].links)
     if plural: d.phenomena.add('plural')
     if ' ' in noun.en: d.phenomena.add('compound')
     person = 'they' if plural else 'he' if 'he' in noun.kinds else 'she' if 'she' in noun.kinds else 'it'
-    phrase = NounPhrase(article.en + head.en, article.de + head.de, column, person, noun, det)
+    phrase = NounPhrase(article.en + head.en, article.de + head.de, column, person, noun, 'no' if negation and det in ('a', '') else det)
     d.mentioned.append(phrase)
     return phrase
 
@@ -621,22 +610,25 @@ def objects(d:Draft, verb:Verb, subject:NounPhrase, negation:tuple, thing:NounPh
     d.combinations.add((verb.en[0], noun.en))
     return en, pronouns, nouns, add(noun_phrase(d, noun, 'accusative', verb.role if verb.role == 'liked' or not negation else 'undone', negation))
 
-# %% ../nbs/10_toy_languages.ipynb #24-de2d53
+# %% ../nbs/10_toy_languages.ipynb #24-4e00af
 NOTHING = Phrase([], [])
-UNDENIED = ('a', 'every', 'no', 'all', 'many', 'two', 'three', '')
+QUANTIFIERS = ('a', 'every', 'no', 'all', 'many', 'two', 'three', '')
 
-def choose_mode(d:Draft, verb:Verb, calm:bool):
+def choose_mode(d:Draft, verb:Verb, calm:bool, subject:NounPhrase):
     "Present, perfect or a modal; some verbs, and clauses that go on meanwhile, have no perfect."
     if not verb.en[2]: return 'present'
     mode = d.pick(['present', 'present', 'modal'] if calm else ['present', 'present', 'modal', 'perfect'])
-    return d.pick(MODAL) if mode == 'modal' else mode
+    return d.pick([m for m in MODAL if m[1] or subject.det != 'no']) if mode == 'modal' else mode
 
 def clause(d:Draft, verb:Verb, subject:NounPhrase, thing:NounPhrase|None=None, calm:bool=False)->Clause:
     "Something happens: `thing` is what the object pronoun stands for, a calm clause is never in the perfect."
-    mode = choose_mode(d, verb, calm)
-    negated = d.chance(.2) and not (subject.noun and subject.det in UNDENIED) and not (mode in MODAL and not mode[1])
+    d.done.append(verb)
+    mode = choose_mode(d, verb, calm, subject)
+    special = subject.noun and subject.det in QUANTIFIERS   # who does not? what 'not' denies would be open
+    negated = d.chance(.2) and not special and not (mode in MODAL and not mode[1])
     negation = d.link() if negated else ()
-    seldom = not negated and mode != 'perfect' and d.chance(.12)
+    lasting = not (verb.en[2] or verb.places)   # what one likes or needs, one does at no special time
+    seldom = not (negated or special or lasting) and mode != 'perfect' and d.chance(.12)
     adverb = d.fixed(d.pick(OFTEN)) if seldom else NOTHING
     words, finite, last = verb_group(d, verb, subject, mode, negation, adverb)
     en, pronouns, nouns, thing = objects(d, verb, subject, negation, thing)
@@ -644,25 +636,25 @@ def clause(d:Draft, verb:Verb, subject:NounPhrase, thing:NounPhrase|None=None, c
         en.append(words.pop())   # 'puts them on'
     where = place(d, d.pick(verb.places)) if verb.places and (verb.bound or d.chance(.35)) else NOTHING
     times = TIMES[mode if isinstance(mode, str) else 'modal'].split('|')
-    timeless = seldom or not (verb.en[2] or verb.places)
-    time = NOTHING if timeless or d.chance(.7) else d.fixed(d.pick(times))
+    time = NOTHING if seldom or d.timed or lasting or d.chance(.65) else d.fixed(d.pick(times))
+    d.timed = d.timed or bool(time.en)
     no = []
-    if negated and not (thing and thing.noun and thing.det in ('a', '')):
+    if negated and not (thing and thing.det == 'no'):
         no = [Word('nicht', negation)]
         d.phenomena.add('nicht')
     return Clause(subject, words, finite, last, en + where.en, pronouns, adverb.de + nouns + no + where.de, time, thing)
 
 def state(d:Draft, subject:NounPhrase, adjectives)->Clause:
     "Somebody or something is like this: 'is not tired'."
-    who, negated = agreement(subject), d.chance(.2) and subject.det not in UNDENIED
-    adjective = d.pick([a for a in adjectives if a[0] not in d.said])
+    who, negated = agreement(subject), d.chance(.2) and not (subject.noun and subject.det in QUANTIFIERS)
+    adjective = d.pick([a for a in adjectives if a[0] not in d.said] or adjectives)
     what, is_ = d.tie(*adjective), d.tie(BE[0][who], BE[1][who])
     d.said.add(adjective[0])
     no = d.tie('not', 'nicht') if negated else NOTHING
     if negated: d.phenomena.add('nicht')
     return Clause(subject, is_.en + no.en, is_.de[0], [], what.en, [], no.de + what.de, NOTHING)
 
-# %% ../nbs/10_toy_languages.ipynb #25-fe780a
+# %% ../nbs/10_toy_languages.ipynb #25-0fc412
 def somebody(d:Draft, verb:Verb)->NounPhrase:
     "A subject that suits the verb: a pronoun or a noun."
     if any('person' in noun.kinds for noun in verb.subjects) and d.chance(.2):
@@ -678,34 +670,33 @@ def clear(d:Draft, phrase:NounPhrase)->bool:
 
 def event(d:Draft, calm:bool=False)->Clause:
     "A clause that needs no other."
-    verb = d.pick(VERBS)
+    verb = d.pick([verb for verb in LIKELY_VERBS if verb not in d.done])
     return clause(d, verb, somebody(d, verb), calm=calm)
 
 def follow_up(d:Draft, first:Clause, calm:bool)->Clause:
     "A clause after another one: about the same one, about the same thing, about somebody else, or the weather."
-    d.strangers = ['I', 'we']
-    who, thing, same = first.subject, first.thing, None
+    d.strangers = ['I', 'I', 'we']
+    who, thing = first.subject, first.thing
     if d.chance(.1): return clause(d, d.pick(WEATHER), NounPhrase(*d.tie('it', 'es')[:2], 'n', 'it'), calm=True)
-    if (not who.noun or who.noun.kinds & LIVING) and clear(d, who) and d.chance(.7):
-        if d.chance(.35): return state(d, pronoun(d, who.person, 'nominative', who), FEELINGS)
-        same = who
-    if thing and thing.noun and not thing.noun.kinds & LIVING and clear(d, thing) and (not same or same.person != thing.person):
-        verbs = [v for v in VERBS if thing.noun in v.accusative and not v.dative]
-    elif same: verbs, thing = [v for v in VERBS if (same.noun in v.subjects if same.noun else v.subjects[0].kinds & {'person'})], None
-    else: return event(d, calm)
-    verb = d.pick(verbs)
-    subject = pronoun(d, same.person, 'nominative', same) if same else somebody(d, verb)
-    return clause(d, verb, subject, thing, calm)
+    same = (not who.noun or who.noun.kinds & LIVING) and clear(d, who) and d.chance(.7)
+    if same and d.chance(.35): return state(d, pronoun(d, who.person, 'nominative', who), FEELINGS)
+    verbs = [v for v in LIKELY_VERBS if v not in d.done]
+    if same: verbs = [v for v in verbs if (who.noun or PERSON) in v.subjects]
+    again = thing and thing.noun and not thing.noun.kinds & LIVING and clear(d, thing) and not (same and who.person == thing.person)
+    fitting = [v for v in verbs if thing.noun in v.accusative and not v.dative] if again else []
+    verb = d.pick(fitting or verbs)
+    subject = pronoun(d, who.person, 'nominative', who) if same else somebody(d, verb)
+    return clause(d, verb, subject, thing if fitting else None, calm)
 
-# %% ../nbs/10_toy_languages.ipynb #26-c393c4
+# %% ../nbs/10_toy_languages.ipynb #26-bc923f
 def named(d:Draft)->Phrase:
     "'This is a small dog.' What it is stands in the nominative."
     negation = d.link() if d.chance(.25) else ()
-    what = noun_phrase(d, d.pick(NOUNS), 'nominative', 'undone' if negation else 'named', negation)
+    what = noun_phrase(d, d.pick(NOUNS), 'nominative', 'unnamed' if negation else 'named', negation)
     many = what.column == 'pl'
     this, is_ = d.tie('these' if many else 'this', 'das'), d.tie(BE[0][1 + many], BE[1][1 + many])
     no = Phrase([Word('not', negation)] if negation else [], [])
-    if negation and what.det not in ('a', ''):
+    if negation and what.det != 'no':
         no.de.append(Word('nicht', negation))
         d.phenomena.add('nicht')
     return Phrase(this.en + is_.en + no.en + what.en, this.de + is_.de + no.de + what.de)
@@ -726,14 +717,15 @@ def join(*phrases:Phrase)->Phrase:
     "One after the other, in both languages."
     return Phrase([w for p in phrases for w in p.en], [w for p in phrases for w in p.de], phrases[-1].open)
 
-# %% ../nbs/10_toy_languages.ipynb #27-5bc146
+# %% ../nbs/10_toy_languages.ipynb #27-abe517
 GERMAN_COMMA = Phrase([], [Word(',')])
 
-def opening(d:Draft, calm:bool=False)->Clause:
-    "The first clause of a sentence: mostly something that happens."
+def opening(d:Draft, calm:bool=False, alone:bool=False)->Clause:
+    "The first clause of a sentence: mostly something that happens; things are described in a sentence alone."
     if d.chance(.85): return event(d, calm)
-    noun = d.pick([noun for noun in NOUNS if len(DESCRIBED_BY[noun]) > 2])
-    return state(d, noun_phrase(d, noun, 'nominative', 'subject'), [a for a in DESCRIBED_BY[noun] if a[0] != 'good'])
+    noun = d.pick(DESCRIBED if alone else LIVING_ONES)
+    adjectives = [a for a in DESCRIBED_BY[noun] if a[0] != 'good'] if alone else FEELINGS
+    return state(d, noun_phrase(d, noun, 'nominative', 'subject'), adjectives)
 
 def complex_sentence(d:Draft)->Phrase:
     "A main clause and a subordinate one, in either order."
@@ -764,9 +756,9 @@ def compound_sentence(d:Draft)->Phrase:
 
 def simple_sentence(d:Draft)->Phrase:
     "One main clause."
-    return main(d, opening(d))
+    return main(d, opening(d, alone=True))
 
-# %% ../nbs/10_toy_languages.ipynb #28-7a284e
+# %% ../nbs/10_toy_languages.ipynb #28-29a55a
 PATTERNS = (simple_sentence,) * 11 + (complex_sentence,) * 5 + (compound_sentence,) * 2 + (named, that_sentence)
 
 def write(rng, sentences:int=1)->tuple[Draft, Phrase]:
@@ -774,7 +766,7 @@ def write(rng, sentences:int=1)->tuple[Draft, Phrase]:
     d = Draft(rng)
     phrase = d.pick(PATTERNS)(d)
     for _ in range(sentences - 1):
-        d.strangers = ['I', 'we']
+        d.strangers, d.timed = ['I', 'I', 'we'], False
         phrase = coordinate(d, phrase, d.pick(PATTERNS)(d))
     return d, join(phrase, d.tie('.', '.'))
 
@@ -814,7 +806,7 @@ def make_pair(rng, sentences:int=1)->ToyPair:
     return ToyPair(written([w.form for w in phrase.en]), written([w.form for w in phrase.de]), tuple(alignment),
                    frozenset(d.phenomena), frozenset(d.combinations))
 
-# %% ../nbs/10_toy_languages.ipynb #30-97c2e0
+# %% ../nbs/10_toy_languages.ipynb #30-2ef1d3
 PHENOMENA = ('nominative', 'accusative', 'dative', 'adjective', 'plural', 'compound', 'verb second', 'verb last',
              'participle last', 'infinitive last', 'separable prefix', 'nicht', 'kein', 'pronoun gender',
              'preposition', 'two-way preposition')
@@ -832,7 +824,7 @@ def held_out(combination:tuple)->bool:
 def split_of(pair:ToyPair)->str|None:
     "The split that a sentence belongs to, whoever draws it; None for what fits nowhere."
     unseen, lengths = any(map(held_out, pair.combinations)), (len(pair.src_words), len(pair.tgt_words))
-    if max(lengths) > LONGEST: return 'test_long' if min(lengths) > LONGEST and not unseen else None
+    if max(lengths) > LONGEST: return 'test_long' if min(lengths) > LONGEST and max(lengths) <= 2 * LONGEST and not unseen else None
     if unseen: return 'test_combinations'
     return ('test', 'val', *['train'] * 8)[checksum(pair.src) % 10]
 

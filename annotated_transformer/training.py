@@ -227,7 +227,7 @@ class Reporter:
         append_log(self.path, dict(step=at.step, epoch=at.epoch, **figures, minutes=round(at.minutes, 3)))
         if not self.bar.disable: self.bar.write(f'step {at.step}: ' + ', '.join(f'{k} {v:.3f}' for k, v in figures.items()))
 
-# %% ../nbs/16_training.ipynb #48-72513a
+# %% ../nbs/16_training.ipynb #48-912ff5
 class Run:
     "A training run and its folder: how it starts or goes on, what it keeps, how it ends."
     def __init__(
@@ -266,25 +266,30 @@ class Run:
         for old in checkpoints(self.out)[:-self.config.average]: shutil.rmtree(old)
 
     def finish(self) -> Transformer:
-        "Average the last checkpoints into the model (6.1) and write it."
+        "Average the last checkpoints (6.1), keep the average if it validates better than the last one alone, and write it."
         if not checkpoints(self.out) or checkpoints(self.out)[-1].name != checkpoint_name(self.at): self.milestone()
-        fill(self.model, average_weights([folder / 'model.safetensors' for folder in checkpoints(self.out)]))
-        self.reporter.bar.close()
+        paths = [folder / 'model.safetensors' for folder in checkpoints(self.out)]
+        last = validate(self.model, self.val_batches)
+        fill(self.model, average_weights(paths))
+        averaged = validate(self.model, self.val_batches)
+        if averaged > last: load_weights(self.model, paths[-1])
+        self.reporter.milestone(self.at, dict(val_loss_last=last, val_loss_averaged=averaged))
         self.save(self.model.eval(), self.out)
         return self.model
 
-# %% ../nbs/16_training.ipynb #50-e5097b
+# %% ../nbs/16_training.ipynb #50-97c965
 class Trainer(Run):
     "Section 5: train until the first limit, from the folder's last checkpoint if it holds one."
-    def fit(self) -> Transformer: # the average of the last checkpoints, in evaluation mode
-        "Train until the first limit is reached, then average."
+    def fit(self) -> Transformer: # in evaluation mode
+        "Train until the first limit is reached, then finish."
         at = self.start()
-        while not self.done():
-            for batch in self.batches.epoch(at.epoch, start=at.batch):
-                self.step(batch)
-                if at.step % self.config.save_every == 0: self.milestone()
-                if self.done(): break
-            else: at.epoch, at.batch = at.epoch + 1, 0
+        with self.reporter.bar:
+            while not self.done():
+                for batch in self.batches.epoch(at.epoch, start=at.batch):
+                    self.step(batch)
+                    if at.step % self.config.save_every == 0: self.milestone()
+                    if self.done(): break
+                else: at.epoch, at.batch = at.epoch + 1, 0
         return self.finish()
 
     def step(self, batch: Batch) -> None:

@@ -17,7 +17,7 @@ from .layers import Decoder, DecoderCache, Encoder, Norm
 from .positions import LearnedPositions, SinusoidalPositions
 from .vocabulary import PAD
 
-# %% ../nbs/04_transformer.ipynb #06-4c2381
+# %% ../nbs/04_transformer.ipynb #06-7d14f4
 @dataclass(frozen=True)
 class TransformerConfig:
     "The settings of a model: one row of Table 3. The defaults are the paper's base model."
@@ -51,12 +51,8 @@ class TransformerConfig:
                 raise ValueError(f'{name}={getattr(self, name)!r} is unknown: choose {" or ".join(known)}')
 
     @classmethod
-    def preset(
-        cls,
-        name: str, # a key of `PRESETS`
-        **changes, # fields to set differently
-    ) -> 'TransformerConfig':
-        "A named set of sizes. Raises ValueError for an unknown name, with the known ones."
+    def preset(cls, name: str, **changes) -> 'TransformerConfig':
+        "A key of `PRESETS`, with some fields set differently. ValueError names the known ones."
         if name not in PRESETS: raise ValueError(f'preset {name!r} is unknown: choose one of {", ".join(PRESETS)}')
         return replace(PRESETS[name], **changes)
 
@@ -100,7 +96,7 @@ PRESETS = {'mini': TransformerConfig(n_layers=2, d_model=128, d_ff=256, n_heads=
            'tiny': TransformerConfig(n_layers=4, d_model=128, d_ff=256, n_heads=4),
            **{name: row.config for name, row in TABLE_3.items()}}
 
-# %% ../nbs/04_transformer.ipynb #22-43e95c
+# %% ../nbs/04_transformer.ipynb #22-83e8ab
 class Embeddings(nn.Module):
     "Both ends of Figure 1 (3.4, 3.5): ids to vectors, and by `output` states to a logit for every token."
     def __init__(self, config: TransformerConfig):
@@ -109,8 +105,8 @@ class Embeddings(nn.Module):
         self.src_embed, self.tgt_embed = (nn.Embedding(c.vocab_size, c.d_model) for _ in range(2))
         self.output = nn.Linear(c.d_model, c.vocab_size, bias=False)
         if c.tied: self.src_embed.weight = self.tgt_embed.weight = self.output.weight
-        for p in self.parameters(): nn.init.normal_(p, std=c.d_model ** -0.5) # so that logits start with spread 1 ...
-        self.scale = math.sqrt(c.d_model)  # ... and tokens too, whose size must match their positions'
+        for p in self.parameters(): nn.init.normal_(p, std=c.d_model ** -0.5) # logits start with spread 1 ...
+        self.scale = math.sqrt(c.d_model)  # ... and so do tokens, which must stand up to their positions
         add_positions = SinusoidalPositions if c.positions == 'sinusoidal' else LearnedPositions
         self.src_positions, self.tgt_positions = (add_positions(c.d_model, c.max_len) for _ in range(2))
         self.dropout = nn.Dropout(c.dropout)
@@ -130,14 +126,15 @@ class Embeddings(nn.Module):
         "What the decoder reads. ValueError beyond `max_len`."
         return self.dropout(self.tgt_positions(self.tgt_embed(tgt) * self.scale, start))
 
-# %% ../nbs/04_transformer.ipynb #35-038412
+# %% ../nbs/04_transformer.ipynb #35-9e3a05
 class Transformer(Embeddings):
     "Figure 1: ids of the source and of the target so far in, logits for each next target token out."
     def __init__(self, config: TransformerConfig):
         super().__init__(config)
         c = config
         stack = dict(n_heads=c.n_heads, d_ff=c.d_ff, dropout=c.dropout, norm=c.norm, d_k=c.d_k, d_v=c.d_v)
-        self.encoder, self.decoder = Encoder(c.n_layers, c.d_model, **stack), Decoder(c.n_layers, c.d_model, **stack)
+        self.encoder = Encoder(c.n_layers, c.d_model, **stack)
+        self.decoder = Decoder(c.n_layers, c.d_model, **stack)
         for p in (*self.encoder.parameters(), *self.decoder.parameters()):
             if p.dim() > 1: nn.init.xavier_uniform_(p)
 
@@ -164,15 +161,11 @@ class Transformer(Embeddings):
         "Everything but the output layer; losses that never hold all logits start here."
         return self.decode(tgt, self.encode(src), padding_mask(src, PAD))
 
-    def forward(
-        self,
-        src: Int[Tensor, "b n"], # source ids, end mark included
-        tgt: Int[Tensor, "b m"], # target ids from BOS on
-    ) -> Float[Tensor, "b m v"]: # logits of the token after each target position
-        "Teacher forcing: all next-token logits of a batch of pairs at once."
+    def forward(self, src: Int[Tensor, "b n"], tgt: Int[Tensor, "b m"]) -> Float[Tensor, "b m v"]:
+        "Teacher forcing: logits of the token after each target position, for a batch of pairs at once."
         return self.output(self.states(src, tgt))
 
-# %% ../nbs/04_transformer.ipynb #65-00e8fd
+# %% ../nbs/04_transformer.ipynb #63-00e8fd
 def count_parameters(model: nn.Module) -> int:
     "Trained numbers of a model; a shared matrix counts once."
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

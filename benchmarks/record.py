@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""Score a trained folder on some splits of its own corpus, and write the record: NAME.json and NAME.log.jsonl in results/.
+
+    python benchmarks/record.py runs/m30k multi30k-en-de-tiny-30min --split test_2016_flickr --command 'annotated-transformer train …'
+"""
+import argparse, hashlib, json, os, platform, shutil, time
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+
+from annotated_transformer.corpora import CorpusConfig, load_corpus
+from annotated_transformer.recipe import evaluate
+from annotated_transformer.transformer import count_parameters
+from annotated_transformer.translator import Translator
+from annotated_transformer.vocabulary import write_whole
+
+RESULTS = Path(__file__).parent / 'results'
+
+def machine() -> str:
+    "The processor's name and how many of its cores are ours."
+    info = Path('/proc/cpuinfo')
+    names = [line.split(':')[1].strip() for line in info.read_text().splitlines() if line.startswith('model name')] if info.exists() else []
+    return f'{(names or [platform.processor() or platform.machine()])[0]}, {os.cpu_count()} cores'
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('run', type=Path, help='a folder that `annotated-transformer train` finished')
+    parser.add_argument('name', help='of the record')
+    parser.add_argument('--split', action='append', required=True, help='of the corpus that it was trained on; may be repeated')
+    parser.add_argument('--command', required=True, help='the command that made the folder')
+    parser.add_argument('--data-dir', type=Path, help='where the corpus lies, if not where it lay in training')
+    args = parser.parse_args()
+    translator = Translator.load(args.run)
+    made = translator.training
+    corpus = load_corpus(CorpusConfig(**made['run']['corpus'] | ({'data_dir': args.data_dir} if args.data_dir else {})))
+    metrics = dict(parameters=count_parameters(translator.model), training_minutes=round(made['progress']['minutes'], 2),
+                   steps=made['progress']['step'], epochs=made['progress']['epoch'], target_tokens=made['progress']['tokens'])
+    details = {}
+    for split in ['val', *args.split]:
+        began = time.monotonic()
+        scores, _ = evaluate(translator, corpus[split], progress_bar=True)
+        details[split] = asdict(scores) | dict(seconds=round(time.monotonic() - began, 2))
+        metrics |= {f'{split}_bleu': round(scores.bleu, 2), f'{split}_chrf': round(scores.chrf, 2)}
+        print(f'{split}: {scores}')
+    record = dict(name=args.name, command=args.command, seed=made['run']['training']['seed'], machine=machine(),
+                  date=str(date.today()), metrics=metrics, scores=details, versions=made['versions'],
+                  settings={k: v for k, v in made['run'].items() if k != 'corpus'} | dict(
+                      corpus={k: made['run']['corpus'][k] for k in ('corpus', 'pair')}),
+                  weights_sha256=hashlib.sha256((args.run / 'model.safetensors').read_bytes()).hexdigest())
+    write_whole(RESULTS / f'{args.name}.json', json.dumps(record, indent=2) + '\n')
+    shutil.copy(args.run / 'log.jsonl', RESULTS / f'{args.name}.log.jsonl')
+
+if __name__ == '__main__': main()
