@@ -3,70 +3,74 @@
 # %% auto #0
 __all__ = ['sinusoids', 'SinusoidalPositions', 'LearnedPositions']
 
-# %% ../nbs/02_positions.ipynb #02-a43231
+# %% ../nbs/02_positions.ipynb #02-bd2b26
 import torch
-from torch import Tensor, nn
 from jaxtyping import Float
+from torch import Tensor, nn
 
-# %% ../nbs/02_positions.ipynb #05-4b0e19
+# %% ../nbs/02_positions.ipynb #08-00a42d
 def sinusoids(
-    n:int,       # how many positions, counted from 0
-    d_model:int, # width of a token; half of it holds sines, half cosines
-)->Float[Tensor, 'n d_model']: # row pos is PE(pos), every entry within [-1, 1]
-    "Section 3.5: sine in the even columns, cosine in the odd ones. ValueError if `d_model` is odd."
-    if n < 0: raise ValueError(f'{n} positions: the number must not be negative')
-    if d_model < 2 or d_model % 2: raise ValueError(f'd_model={d_model}: sines and cosines come in pairs, use an even width')
-    pair = torch.arange(0, d_model, 2, dtype=torch.float64)   # 2i in the paper's formula
-    angle = torch.arange(n, dtype=torch.float64)[:,None] * 10000**(-pair/d_model)
+    n: int,       # how many positions, counted from 0
+    d_model: int, # width of a token, even: sines and cosines come in pairs
+) -> Float[Tensor, "n d_model"]: # row pos is PE(pos)
+    "The table of section 3.5: sines in the even columns, cosines in the odd ones. Raises ValueError if `d_model` is odd."
+    if d_model < 2 or d_model % 2: raise ValueError(f'd_model={d_model}: sines and cosines come in pairs, choose an even width')
+    two_i = torch.arange(0, d_model, 2, dtype=torch.float64)   # 64 bits: an angle of thousands must be exact to a small part of 2 pi
+    angle = torch.arange(n, dtype=torch.float64)[:, None] * 10000**(-two_i/d_model)
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1).to(torch.get_default_dtype())
 
-# %% ../nbs/02_positions.ipynb #06-98e45f
+# %% ../nbs/02_positions.ipynb #24-6b29b9
 def _rows(table, start, n):
-    "Rows start ... start+n-1 of a table of positions, or an error that says what would fit."
+    "Rows `start` to `start + n` of a table of positions, or an error that says how far it goes."
     if start < 0: raise ValueError(f'start={start}: positions are counted from 0')
     if start + n > len(table):
-        raise ValueError(f'{start + n} positions asked for, but max_len={len(table)}: shorten the input or make a larger model')
+        raise ValueError(f'{start + n} positions are asked for and max_len={len(table)}: shorten the input, '
+                         'or make a model with a larger max_len')
     return table[start:start + n]
 
-# %% ../nbs/02_positions.ipynb #07-0d38b7
+# %% ../nbs/02_positions.ipynb #25-333d3a
 class SinusoidalPositions(nn.Module):
-    "Adds PE(pos) of section 3.5 to the token at pos. Nothing here is learned, and nothing is saved with the weights."
-    def __init__(self,
-        d_model:int, # width of a token, even
-        max_len:int, # longest input, in tokens
+    "Adds PE(pos) of section 3.5 to the token at pos; nothing is trained and nothing saved."
+    def __init__(
+        self,
+        d_model: int, # width of a token, even
+        max_len: int, # how many positions there are
     ):
         super().__init__()
         self.register_buffer('table', sinusoids(max_len, d_model), persistent=False)
 
-    def forward(self,
-        x:Float[Tensor, 'b n d_model'], # embedded tokens
-        start:int=0,                    # position of the first of them
-    )->Float[Tensor, 'b n d_model']:    # tokens that know where they stand
-        "x + PE(start), PE(start+1) ... ValueError beyond `max_len`."
+    def forward(
+        self,
+        x: Float[Tensor, "b n d_model"], # embedded tokens
+        start: int = 0,                  # position of the first of them
+    ) -> Float[Tensor, "b n d_model"]:
+        "x + PE(start), PE(start + 1) ... Raises ValueError beyond `max_len`."
         return x + _rows(self.table, start, x.size(1))
 
-    def extra_repr(self): return f'd_model={self.table.size(1)}, max_len={len(self.table)}'
+    def extra_repr(self) -> str: return f'd_model={self.table.size(1)}, max_len={len(self.table)}'
 
-# %% ../nbs/02_positions.ipynb #08-346e48
+# %% ../nbs/02_positions.ipynb #30-90221e
 class LearnedPositions(nn.Module):
-    "A trained vector for each position: row E of Table 3."
-    def __init__(self,
-        d_model:int, # width of a token
-        max_len:int, # longest input, in tokens: the number of vectors
+    "Adds a trained vector for each position: row E of Table 3."
+    def __init__(
+        self,
+        d_model: int, # width of a token
+        max_len: int, # how many positions there are
     ):
         super().__init__()
         self.table = nn.Parameter(torch.empty(max_len, d_model))
         self.reset_parameters()
 
-    def reset_parameters(self):
-        "Random, and as large as the sinusoids: their mean square is 1/2."
+    def reset_parameters(self) -> None:
+        "Random, and as large as sinusoids: mean square 1/2."
         nn.init.normal_(self.table, std=0.5**0.5)
 
-    def forward(self,
-        x:Float[Tensor, 'b n d_model'], # embedded tokens
-        start:int=0,                    # position of the first of them
-    )->Float[Tensor, 'b n d_model']:    # tokens that know where they stand
-        "x + the vectors of positions start, start+1 ... ValueError beyond `max_len`."
+    def forward(
+        self,
+        x: Float[Tensor, "b n d_model"], # embedded tokens
+        start: int = 0,                  # position of the first of them
+    ) -> Float[Tensor, "b n d_model"]:
+        "x + the vectors of positions start, start + 1 ... Raises ValueError beyond `max_len`."
         return x + _rows(self.table, start, x.size(1))
 
-    def extra_repr(self): return f'd_model={self.table.size(1)}, max_len={len(self.table)}'
+    def extra_repr(self) -> str: return f'd_model={self.table.size(1)}, max_len={len(self.table)}'

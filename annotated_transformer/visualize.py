@@ -152,7 +152,7 @@ def plot_attention_grid(
     fig.colorbar(axes[0][0].images[0], ax=axes, label='weight', shrink=0.8)
     return fig
 
-# %% ../nbs/30_attention_maps.ipynb #31-a5de29
+# %% ../nbs/30_attention_maps.ipynb #31-795280
 def plot_lines(
     lines: Mapping,   # {label: values}
     x=None,           # shared positions of the values; their index by default
@@ -173,7 +173,7 @@ def plot_lines(
     if 'x' in log: ax.set_xscale('log')
     if 'y' in log: ax.set_yscale('log')
     ax.grid(alpha=0.3)
-    if len(lines) > 1: ax.legend(frameon=False)
+    if len(lines) > 1: ax.legend(edgecolor='none', framealpha=0.8)
     return ax
 
 # %% ../nbs/30_attention_maps.ipynb #34-4ed1d4

@@ -5,7 +5,7 @@ __all__ = ['PAD', 'BOS', 'EOS', 'UNK', 'SPECIALS', 'SURROGATES', 'JOINER', 'UNKN
            'build_vocab_from_iterator', 'spacy_splitter', 'join_marks', 'join_words', 'write_whole', 'Tokenizer',
            'check_specials', 'WordTokenizer', 'BytePairTokenizer', 'train_tokenizer', 'load_tokenizer']
 
-# %% ../nbs/12_vocabulary.ipynb #02-721cd0
+# %% ../nbs/12_vocabulary.ipynb #02-60cf7b
 import contextlib
 import json
 import os
@@ -15,6 +15,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import SupportsInt
 
 # %% ../nbs/12_vocabulary.ipynb #06-f0956f
 PAD, BOS, EOS, UNK = range(4)
@@ -141,7 +142,7 @@ def write_whole(
         raise
     return path
 
-# %% ../nbs/12_vocabulary.ipynb #30-1e804c
+# %% ../nbs/12_vocabulary.ipynb #30-4f6d77
 UNKNOWN = '⁇'
 
 class Tokenizer:
@@ -153,14 +154,14 @@ class Tokenizer:
         "The ids of a text, without BOS and EOS; any string has some. Raises ValueError for an unknown language."
         return self.encode_batch([text], lang)[0]
 
-    def tokens(self, ids: Iterable[int]) -> list[str]:
+    def tokens(self, ids: Iterable[SupportsInt]) -> list[str]:
         "Each id's token as it stands in the vocabulary. Raises ValueError for an id beyond it."
         ids = [int(i) for i in ids]
         for i in ids:
             if not 0 <= i < len(self): raise ValueError(f'id {i} is not in [0, {len(self)}), the ids of this tokenizer')
         return [self.token(i) for i in ids]
 
-    def decode(self, ids: Iterable[int], lang: str | None = None) -> str:
+    def decode(self, ids: Iterable[SupportsInt], lang: str | None = None) -> str:
         "Normal text from ids: up to EOS, without PAD and BOS, ⁇ for UNK. Raises ValueError for an id beyond the vocabulary."
         ids = [int(i) for i in ids]
         if EOS in ids: ids = ids[:ids.index(EOS)]

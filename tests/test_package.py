@@ -118,4 +118,5 @@ assert len(found) == 2
 
 def test_the_command_is_there(installed, elsewhere):
     command = shutil.which('annotated-transformer', path=str(installed[0].parent))
-    for name in ('train', 'translate', 'evaluate'): assert name in call(command, '--help', cwd=elsewhere)
+    said = call(command, '--help', cwd=elsewhere)
+    assert all(name in said for name in ('train', 'translate', 'evaluate', 'demo'))

@@ -96,6 +96,10 @@ def test_eval_is_deterministic_and_training_is_not(model):
     assert torch.equal(noisy(SRC, TGT), noisy(SRC, TGT))
     assert_close(noisy(SRC, TGT), model(SRC, TGT))  # dropout leaves no trace in eval
 
+def test_whatever_is_made_on_the_way_is_made_where_the_ids_are(model):
+    away = Transformer(model.config).to('meta')  # a device on which any tensor from elsewhere is an error
+    assert away(SRC.to('meta'), TGT.to('meta')).device.type == 'meta'
+
 def test_the_same_seed_draws_the_same_weights(model):
     torch.manual_seed(0)
     again = Transformer(model.config)
