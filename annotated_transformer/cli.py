@@ -20,7 +20,7 @@ from .scoring import Scores
 from .translator import Translator
 from .vocabulary import write_whole
 
-# %% ../nbs/42_command_line.ipynb #05-327f58
+# %% ../nbs/42_command_line.ipynb #05-b11d0e
 @dataclass(frozen=True)
 class Train:
     "Train a translator. Unless told otherwise the settings are the corpus' recipe; an unfinished run goes on where it was."
@@ -30,7 +30,8 @@ class Train:
     overwrite: bool = False # start anew, whatever run the folder holds
 
     def __call__(self) -> None:
-        translator = train_translator(self.run, self.out, self.overwrite)
+        try: translator = train_translator(self.run, self.out, self.overwrite)
+        except KeyboardInterrupt: raise KeyboardInterrupt(f'the same command goes on from the last checkpoint in {self.out}') from None
         print(f"{self.out}: {translator.training['progress']['step']} steps, "
               f"{translator.training['progress']['minutes']:.1f} minutes; val: {Scores(**translator.training['val'])}")
 
@@ -149,14 +150,14 @@ def said(box: str) -> str:
     text = ' '.join(line for line in lines if line and line[0] not in '╭╰' and not line.startswith('For full helptext'))
     return re.sub(r'^Error parsing \S+: ', '', text)
 
-# %% ../nbs/42_command_line.ipynb #21-e879c0
+# %% ../nbs/42_command_line.ipynb #21-90deaf
 def main(args: list[str] | None = None) -> None:
     "`annotated-transformer …`: what goes wrong is told in one line, with exit code 2."
     warnings.showwarning = lambda message, *_: print(f'annotated-transformer: {message}', file=sys.stderr)
     try: parse(sys.argv[1:] if args is None else args)()
     except BrokenPipeError: sys.stderr.close() # whoever read our lines has left
-    except KeyboardInterrupt:
-        print('\nannotated-transformer: interrupted; the same command goes on from the last checkpoint', file=sys.stderr)
+    except KeyboardInterrupt as e:
+        print(f'\nannotated-transformer: interrupted; {e}'.rstrip('; '), file=sys.stderr)
         raise SystemExit(130) from None
     except (ValueError, OSError, FloatingPointError) as e:
         print(f'annotated-transformer: {e}', file=sys.stderr)

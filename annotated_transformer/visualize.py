@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-# %% ../nbs/30_attention_maps.ipynb #06-7c5d97
+# %% ../nbs/30_attention_maps.ipynb #06-961c90
 # Okabe and Ito's palette: eight colours that readers with any colour vision can tell apart.
 COLOURS = ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#F0E442']
 DASHES = ['-', '--', '-.', ':']
@@ -29,7 +29,6 @@ def _axes(ax, size):
     import matplotlib.pyplot as plt
     return ax if ax is not None else plt.subplots(figsize=size, dpi=80, layout='constrained')[1]
 
-# %% ../nbs/30_attention_maps.ipynb #09-fd540e
 def _labels(labels, n, what):
     "Words for the ticks of an axis, or an error that gives both counts."
     if labels is None: return None
@@ -42,6 +41,7 @@ def _ticks(ax, across, down):
     if across: ax.set_xticks(range(len(across)), across, rotation=90 if sum(map(len, across)) > 24 else 0)
     if down: ax.set_yticks(range(len(down)), down)
 
+# %% ../nbs/30_attention_maps.ipynb #09-24aba9
 def plot_heatmap(
     matrix,                         # (rows, columns): tensor, array or lists
     title: str,                     # what the picture shows
