@@ -14,12 +14,13 @@ __all__ = ['PEOPLE_AND_ANIMALS', 'THINGS', 'PLACES', 'NOUNS', 'LIVING', 'ADJECTI
            'simple', 'naming', 'complex', 'reporting', 'compound', 'compose', 'ToyPair', 'make_pair', 'checksum',
            'held_out', 'split_of', 'toy_pairs', 'cached_pairs', 'toy_ende']
 
-# %% ../nbs/10_toy_languages.ipynb #02-f7876c
+# %% ../nbs/10_toy_languages.ipynb #02-e33f9a
 import random, re, zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 # %% ../nbs/10_toy_languages.ipynb #06-e98af5
 def copy_pairs(
@@ -135,7 +136,7 @@ apple_tree    -             m Apfelbaum     -             seen under behind besi
 village       villages      n Dorf          Dörfer        place seen visit in into through near
 '''
 
-# %% ../nbs/10_toy_languages.ipynb #14-92d6a7
+# %% ../nbs/10_toy_languages.ipynb #14-f3c57c
 def rows(table:str)->list[list[str]]:
     "The cells of a table, row by row; '_' stands for a space inside a cell, '-' for an empty cell."
     return [['' if cell == '-' else cell.replace('_', ' ') for cell in line.split()]
@@ -151,14 +152,15 @@ class Noun:
     de_plural:str
     kinds:frozenset
 
-NOUNS = tuple(Noun(*cells[:5], frozenset(cells[5:])) for cells in rows(PEOPLE_AND_ANIMALS + THINGS + PLACES))
+NOUNS = tuple(Noun(*cells[:5], frozenset(cells[5:]))
+              for cells in rows(PEOPLE_AND_ANIMALS + THINGS + PLACES))
 LIVING = frozenset(['person', 'animal'])
 
 def of_kind(*kinds)->tuple[Noun, ...]: # in the order of the tables
     "The nouns that are of any of these kinds."
     return tuple(noun for noun in NOUNS if noun.kinds & set(kinds))
 
-# %% ../nbs/10_toy_languages.ipynb #17-86bdf4
+# %% ../nbs/10_toy_languages.ipynb #17-8fa7f5
 class Word(NamedTuple):
     "One word and the links it hangs on."
     form:str
@@ -170,6 +172,7 @@ class Phrase(NamedTuple):
     de:list
     open:bool = False # whether it ends inside a subordinate clause
 
+# %% ../nbs/10_toy_languages.ipynb #18-21612b
 class Draft:
     "One sentence in the making."
     def __init__(self, rng=None):
@@ -182,7 +185,7 @@ class Draft:
 
     def pick(self, options): return options[int(self.random() * len(options))]
 
-    def fresh(self, options): # neither a word nor a sort of adjective twice, as long as that is easy to avoid
+    def fresh(self, options): # no word and no sort of adjective twice, as long as that is easy
         for _ in range(9):
             choice = self.pick(options)
             if (sort := getattr(choice, 'sort', choice)) not in self.used: break
@@ -201,7 +204,7 @@ class Draft:
         ties = [self.tie(*side.replace('+', ' ').split('=')) for side in text.split()]
         return Phrase([w for tie in ties for w in tie.en], [w for tie in ties for w in tie.de])
 
-# %% ../nbs/10_toy_languages.ipynb #20-f35134
+# %% ../nbs/10_toy_languages.ipynb #21-f35134
 ADJECTIVES = '''
 small     klein      size   person animal thing whole place
 big       groß       size   person animal thing whole place
@@ -223,7 +226,7 @@ sad       traurig    mood   person animal feels
 happy     glücklich  mood   person animal feels
 '''
 
-# %% ../nbs/10_toy_languages.ipynb #21-07d610
+# %% ../nbs/10_toy_languages.ipynb #22-a00cd3
 DETERMINERS = '''
 the   d     definite weak
 this  dies  strong   weak
@@ -248,6 +251,8 @@ ENDINGS = {          #  nominative      accusative      dative
     'weak':     'e e e en       en e e en      en en en en',
     'mixed':    'er e es en     en e es en     en en en en',
     'fixed':    '- - - -        - - - -        - - - -'}
+
+# %% ../nbs/10_toy_languages.ipynb #23-d66984
 CASES, COLUMNS = ('nominative', 'accusative', 'dative'), ('m', 'f', 'n', 'pl')
 
 class Adjective(NamedTuple):
@@ -264,7 +269,7 @@ FEELINGS = [a for a in ADJECTIVE_ROWS if 'feels' in a.kinds]
 ENDING = {(kind, case, column): ending for kind, table in ENDINGS.items() for (case, column), ending
           in zip([(case, column) for case in CASES for column in COLUMNS], rows(table)[0])}
 
-# %% ../nbs/10_toy_languages.ipynb #23-4eda66
+# %% ../nbs/10_toy_languages.ipynb #25-8661f0
 class NounPhrase(NamedTuple):
     "A phrase, with what the rest of its sentence has to know of it."
     en:list
@@ -274,8 +279,8 @@ class NounPhrase(NamedTuple):
     noun:Noun|None = None # None for a pronoun
     det:str = ''          # the determiner; 'no' also where German says 'kein'
 
-def noun_phrase(d:Draft, noun:Noun, case:str, det:str='the', adjective:Adjective|None=None, plural:bool=False,
-                negation:tuple=())->NounPhrase:
+def noun_phrase(d:Draft, noun:Noun, case:str, det:str='the', adjective:Adjective|None=None,
+                plural:bool=False, negation:tuple=())->NounPhrase:
     "Determiner, adjective and noun, agreeing; `negation` is the link of a 'not' that may become 'kein'."
     column = 'pl' if plural else noun.gender
     denied = bool(negation) and det in ('a', '')
@@ -283,7 +288,8 @@ def noun_phrase(d:Draft, noun:Noun, case:str, det:str='the', adjective:Adjective
     links = (negation if denied else ()) + d.link()
     en = [Word(det, links)] if det else []
     de = [Word(stem + ENDING[article, case, column], links)] if stem else []
-    if adjective: append(en, de, d.tie(adjective.en, adjective.de.rstrip('e') + ENDING[declension, case, column]))
+    if adjective:
+        append(en, de, d.tie(adjective.en, adjective.de.rstrip('e') + ENDING[declension, case, column]))
     german = noun.de_plural if plural else noun.de
     if plural and case == 'dative' and german[-1] not in 'ns': german += 'n'
     append(en, de, d.tie(noun.plural if plural else noun.en, german))
@@ -301,7 +307,7 @@ def append(en:list, de:list, phrase:Phrase):
     en.extend(phrase.en)
     de.extend(phrase.de)
 
-# %% ../nbs/10_toy_languages.ipynb #29-5c0d7e
+# %% ../nbs/10_toy_languages.ipynb #31-5c0d7e
 PRONOUNS = '''
 I    me   ich mich mir
 we   us   wir uns  uns
@@ -324,7 +330,7 @@ def pronoun(d:Draft, person:str, case:str, antecedent:NounPhrase|None=None)->Nou
     d.mentioned.append(NounPhrase(tie.en, tie.de, column, person))
     return d.mentioned[-1]
 
-# %% ../nbs/10_toy_languages.ipynb #32-b8de64
+# %% ../nbs/10_toy_languages.ipynb #34-b8de64
 PREPOSITIONS = '''
 in      in          in     dat in
 swim    in          in     dat swim
@@ -356,13 +362,14 @@ through through     durch  acc through
 around  around      um     acc around
 '''
 
-# %% ../nbs/10_toy_languages.ipynb #33-2ac31c
+# %% ../nbs/10_toy_languages.ipynb #35-bdcfdf
 TWO_WAY = ('in', 'auf', 'an', 'unter', 'hinter', 'neben', 'vor', 'über')
 CONTRACTIONS = {'in dem': 'im', 'in das': 'ins', 'an dem': 'am', 'zu dem': 'zum', 'zu der': 'zur',
                 'bei dem': 'beim', 'von dem': 'vom'}
 SITES = {name: (en, de, {'dat': 'dative', 'acc': 'accusative'}[case], of_kind(kind))
          for name, en, de, case, kind in rows(PREPOSITIONS)}
-SITES.update({f'>{name}': (en, de, 'accusative', nouns) for name, (en, de, _, nouns) in SITES.items() if de in TWO_WAY})
+SITES.update({f'>{name}': (en, de, 'accusative', nouns)
+              for name, (en, de, _, nouns) in SITES.items() if de in TWO_WAY})
 
 def place(d:Draft, name:str, inner:NounPhrase)->Phrase:
     "A preposition and its noun phrase, contracted where German contracts."
@@ -374,7 +381,7 @@ def place(d:Draft, name:str, inner:NounPhrase)->Phrase:
     both = Word(contracted, outer.de[0].links + inner.de[0].links)
     return Phrase(outer.en + inner.en, [both] + inner.de[1:])
 
-# %% ../nbs/10_toy_languages.ipynb #36-d2ce9e
+# %% ../nbs/10_toy_languages.ipynb #38-d2ce9e
 INTRANSITIVE_VERBS = '''
 sleep sleeps slept | schlafen schläft hat geschlafen | person | | in seat
 sleep sleeps slept | schlafen schläft hat geschlafen | animal | | in seat under beside
@@ -399,7 +406,7 @@ belong_to belongs_to - | gehören gehört - | thing vehicle | dat person |
 help helps helped | helfen hilft hat geholfen | person | dat person animal | in
 '''
 
-# %% ../nbs/10_toy_languages.ipynb #37-b065b6
+# %% ../nbs/10_toy_languages.ipynb #39-b065b6
 TRANSITIVE_VERBS = '''
 read reads read | lesen liest hat gelesen | person | acc read | in desk
 write writes written | schreiben schreibt hat geschrieben | person | acc write | in desk
@@ -432,7 +439,7 @@ give gives given | geben gibt hat gegeben | person | dat person acc flat upright
 show shows shown | zeigen zeigt hat gezeigt | person | dat person acc thing read animal vehicle | in
 '''
 
-# %% ../nbs/10_toy_languages.ipynb #38-13acdd
+# %% ../nbs/10_toy_languages.ipynb #40-13acdd
 OTHER_VERBS = '''
 say says - | sagen sagt - | person | |
 know knows - | wissen weiß - | person | |
@@ -470,7 +477,7 @@ class Verb:
     places:tuple      # names in SITES
     bound:bool        # whether a place has to be named
 
-# %% ../nbs/10_toy_languages.ipynb #39-6c94fd
+# %% ../nbs/10_toy_languages.ipynb #41-6c94fd
 def read_verb(line:str)->Verb:
     "One row of the verb tables."
     english, german, subjects, objects, places = line.split('|')
@@ -489,7 +496,7 @@ BE = (('am', 'is', 'are'), ('bin', 'ist', 'sind'))
 HAVE = {'ist': BE[1], 'hat': ('habe', 'hat', 'haben')}
 NOTHING = Phrase([], [])
 
-# %% ../nbs/10_toy_languages.ipynb #42-5bde47
+# %% ../nbs/10_toy_languages.ipynb #44-20d577
 def agreement(subject:NounPhrase)->int:
     "Which finite form: 0 for I, 1 for he, she, it and singular nouns, 2 for we, they and plural nouns."
     return {'I': 0, 'we': 2, 'they': 2}.get(subject.person, 1)
@@ -510,19 +517,23 @@ def verb_group(d:Draft, verb:Verb, subject:NounPhrase, mode:str|Modal='present',
     do, have = ('does', 'has') if who == 1 else ('do', 'have')
     if mode == 'present':
         if verb.prefix: d.phenomena.add('separable prefix')
-        en = spell(f'{do} not {verb.en[0]}', main, negation) if negation else adverb.en + spell(verb.en[who == 1], main)
-        return en, Word(german_present(verb, who), main), [Word(verb.prefix, main)] if verb.prefix else []
+        last = [Word(verb.prefix, main)] if verb.prefix else []
+        en = (spell(f'{do} not {verb.en[0]}', main, negation) if negation
+              else adverb.en + spell(verb.en[who == 1], main))
+        return en, Word(german_present(verb, who), main), last
     if mode == 'perfect':
         d.phenomena.add('participle last')
         has = spell(f'{have} not' if negation else have, helper, negation)
-        return has + adverb.en + spell(verb.en[2], main), Word(HAVE[verb.aux][who], helper), [Word(verb.de[2], main)]
+        finite, last = Word(HAVE[verb.aux][who], helper), [Word(verb.de[2], main)]
+        return has + adverb.en + spell(verb.en[2], main), finite, last
     d.phenomena.add('infinitive last')
     form = mode.negated.replace('do ', f'{do} ') if negation else mode.third if who == 1 else mode.base
     can = spell(form, helper, negation)
     can = adverb.en + can if ' to' in form else can + adverb.en      # 'always wants to', but 'must always'
-    return can + spell(verb.en[0], main), Word(mode.plural if who == 2 else mode.singular, helper), [Word(verb.de[0], main)]
+    finite, last = Word(mode.plural if who == 2 else mode.singular, helper), [Word(verb.de[0], main)]
+    return can + spell(verb.en[0], main), finite, last
 
-# %% ../nbs/10_toy_languages.ipynb #45-3bbac6
+# %% ../nbs/10_toy_languages.ipynb #47-fc88a2
 @dataclass
 class Clause:
     "The parts of a clause, and the orders that they can stand in."
@@ -540,7 +551,7 @@ class Clause:
         rest = self.subject.en + self.verb + self.after
         return self.time.en + rest if fronted else rest + self.time.en
 
-    def verb_second(self, front='subject'): # front: subject, time, or another clause that stands before this one
+    def verb_second(self, front='subject'): # front: subject, time, or a clause that stands before this
         first = {'subject': self.subject.de, 'time': self.time.de, 'clause': []}[front]
         subject = [] if front == 'subject' else self.subject.de
         time = [] if front == 'time' else self.time.de
@@ -552,7 +563,7 @@ class Clause:
             return body + [Word(self.last[0].form + self.finite.form, self.finite.links)]
         return body + self.last + [self.finite]
 
-# %% ../nbs/10_toy_languages.ipynb #46-f3df94
+# %% ../nbs/10_toy_languages.ipynb #48-46e28f
 def clause(d:Draft, subject:NounPhrase, verb:Verb, mode:str|Modal='present', dative:NounPhrase|None=None,
            thing:NounPhrase|None=None, where:Phrase=NOTHING, time:Phrase=NOTHING, adverb:Phrase=NOTHING,
            negation:tuple=())->Clause:
@@ -560,7 +571,8 @@ def clause(d:Draft, subject:NounPhrase, verb:Verb, mode:str|Modal='present', dat
     en, finite, last = verb_group(d, verb, subject, mode, negation, adverb)
     objects = [phrase for phrase in (dative, thing) if phrase]
     after = [w for phrase in objects for w in phrase.en]
-    if thing and not thing.noun and verb.prefix and ' ' in verb.en[0]: after.append(en.pop())   # 'puts it on'
+    if thing and not thing.noun and verb.prefix and ' ' in verb.en[0]:
+        after.append(en.pop())   # 'puts it on'
     pronouns = [w for phrase in objects if not phrase.noun for w in phrase.de]
     middle = adverb.de + [w for phrase in objects if phrase.noun for w in phrase.de]
     if negation and not any(phrase.det == 'no' for phrase in objects):
@@ -579,7 +591,7 @@ def state(d:Draft, subject:NounPhrase, adjective:Adjective, negated:bool=False)-
     if subject.noun: d.combinations.add((adjective.en, subject.noun.en))
     return Clause(subject, be.en + no.en, be.de[0], [], what.en, [], no.de + what.de)
 
-# %% ../nbs/10_toy_languages.ipynb #49-ef77f6
+# %% ../nbs/10_toy_languages.ipynb #51-ef77f6
 CONJUNCTIONS = {'because': 'weil', 'although': 'obwohl', 'when': 'wenn', 'if': 'wenn', 'while': 'während',
                 'that': 'dass'}
 GERMAN_COMMA = Phrase([], [Word(',')])
@@ -614,7 +626,7 @@ def name(d:Draft, what:NounPhrase, negation:tuple=())->Phrase:
         d.phenomena.add('nicht')
     return Phrase(this.en + be.en + en_not + what.en, this.de + be.de + de_not + what.de)
 
-# %% ../nbs/10_toy_languages.ipynb #51-0df548
+# %% ../nbs/10_toy_languages.ipynb #53-0df548
 def words(text:str)->list[str]: # of one sentence
     "Words and punctuation marks."
     return re.findall(r'\w+|[^\w\s]', text)
@@ -624,11 +636,12 @@ def written(phrase_words:list)->str:
     text = re.sub(r' (?=[.,])', '', ' '.join(word.form for word in phrase_words))
     return text[0].upper() + text[1:]
 
-# %% ../nbs/10_toy_languages.ipynb #59-54f94e
+# %% ../nbs/10_toy_languages.ipynb #61-2367ac
 ROLES = {   # determiners in the singular and in the plural; what stands twice comes twice as often
     'subject': ('the the the the the the the a a a my our his her this this every no',
                 'the the the the the my our these these two three many all'),
-    'object':  ('the the the the the a a a a my our his her this', 'the the the my these two three many - - -'),
+    'object':  ('the the the the the a a a a my our his her this',
+                'the the the my these two three many - - -'),
     'undone':  ('the the the a a a my his this', 'the the our these - - -'),
     'liked':   ('the the the my our his her this', 'the my these - - -'),
     'person':  ('the the the the the the my our his her this', 'the the the my our two three these'),
@@ -642,7 +655,8 @@ def determiners(noun:Noun, role:str)->tuple[list, list]:
     if 'mass' in noun.kinds:
         return {'subject': ['the'], 'named': [''], 'unnamed': ['']}.get(role, ['', '', '', 'the']), []
     unsuited = ' '.join(dets for kind, dets in UNSUITED.items() if kind in noun.kinds).split()
-    singular, plural = ([det.strip('-') for det in dets.split() if det not in unsuited] for dets in ROLES[role])
+    singular, plural = ([det.strip('-') for det in dets.split() if det not in unsuited]
+                        for dets in ROLES[role])
     return singular, plural if noun.plural else []
 
 CHOICES = {(noun, role): determiners(noun, role) for noun in NOUNS for role in ROLES}
@@ -652,12 +666,13 @@ def some(d:Draft, noun:Noun, case:str, role:str, negation:tuple=())->NounPhrase:
     singular, plural = CHOICES[noun, role]
     many = bool(plural) and d.chance(.3)
     det = d.pick(plural if many else singular)
-    if det == 'her' and any(m.person == 'she' and m.column == 'n' for m in d.mentioned): det = 'the'  # the girl's own?
+    if det == 'her' and any(m.person == 'she' and m.column == 'n' for m in d.mentioned):
+        det = 'the'      # the girl's own is 'sein', somebody else's 'ihr'
     described = DESCRIBED_BY[noun] and d.chance(.2 if role == 'place' else .35 if det else .8)
     adjective = d.fresh(DESCRIBED_BY[noun]) if described else None
     return noun_phrase(d, noun, case, det, adjective, many, negation)
 
-# %% ../nbs/10_toy_languages.ipynb #62-5de22c
+# %% ../nbs/10_toy_languages.ipynb #64-0f466c
 TIMES = {mode: phrases.split('|') for mode, phrases in {
     'present': 'today=heute|now=jetzt|every=jeden day=Tag|in+the=am morning=Morgen|in+the=am evening=Abend|'
                'on=am Sunday=Sonntag|at=in+der night=Nacht|in=im winter=Winter|in=im summer=Sommer',
@@ -679,23 +694,26 @@ def some_mode(d:Draft, verb:Verb, subject:NounPhrase, calm:bool)->str|Modal:
     mode = d.pick(('present', 'present', 'modal') if calm else ('present', 'present', 'modal', 'perfect'))
     return d.pick([m for m in MODAL if m.negated or subject.det != 'no']) if mode == 'modal' else mode
 
-def some_object(d:Draft, verb:Verb, case:str, role:str, subject:NounPhrase, negation:tuple=())->NounPhrase|None:
+def some_object(d:Draft, verb:Verb, case:str, role:str, subject:NounPhrase,
+                negation:tuple=())->NounPhrase|None:
     "What the verb asks for in this case: a noun phrase, now and then a pronoun for a person."
     nouns = verb.dative if case == 'dative' else verb.accusative
     if not nouns: return None
     noun = d.fresh(nouns)
-    if 'person' in noun.kinds and subject.noun and d.chance(.2): return pronoun(d, d.pick(d.strangers), case)
+    if 'person' in noun.kinds and subject.noun and d.chance(.2):
+        return pronoun(d, d.pick(d.strangers), case)
     return some(d, noun, case, role, negation)
 
-# %% ../nbs/10_toy_languages.ipynb #63-e67dcc
+# %% ../nbs/10_toy_languages.ipynb #65-69a293
 def somebody(d:Draft, verb:Verb)->NounPhrase:
     "A subject that suits the verb: a pronoun or a noun."
     if d.chance(.25) and any('person' in noun.kinds for noun in verb.subjects):
         return pronoun(d, d.pick(d.strangers), 'nominative')
     return some(d, d.fresh(verb.subjects), 'nominative', 'subject')
 
-def happening(d:Draft, verb:Verb, subject:NounPhrase, antecedent:NounPhrase|None=None, calm:bool=False)->Clause:
-    "A clause with this verb; its object is a pronoun for `antecedent` if there is one; never perfect if `calm`."
+def happening(d:Draft, verb:Verb, subject:NounPhrase, antecedent:NounPhrase|None=None,
+              calm:bool=False)->Clause:
+    "A clause with this verb, about `antecedent` if there is one; not in the perfect if `calm`."
     quantified = bool(subject.noun) and subject.det in QUANTIFIERS
     lasting = not (verb.aux or verb.places)      # likes, needs, knows: at no special time
     mode = some_mode(d, verb, subject, calm)
@@ -711,10 +729,11 @@ def happening(d:Draft, verb:Verb, subject:NounPhrase, antecedent:NounPhrase|None
     time = NOTHING
     if not (d.timed or lasting or adverb.en) and d.chance(.35):
         times = TIMES[mode if isinstance(mode, str) else 'modal']
-        d.timed, time = True, d.fixed(d.pick([t for t in times if not (negation and t.startswith('every'))]))
+        times = [t for t in times if not (negation and t.startswith('every'))]
+        d.timed, time = True, d.fixed(d.pick(times))
     return clause(d, subject, verb, mode, dative, thing, where, time, adverb, negation)
 
-# %% ../nbs/10_toy_languages.ipynb #66-ea355b
+# %% ../nbs/10_toy_languages.ipynb #68-677b70
 PERSON = of_kind('person')[0]      # for verbs, one person does what all persons do
 LIKELY_VERBS = VERBS + tuple(verb for verb in VERBS if verb.prefix)
 
@@ -725,24 +744,29 @@ def is_living(phrase:NounPhrase)->bool:
 def clear(d:Draft, phrase:NounPhrase)->bool:
     "Whether a pronoun for it is understood: all its rivals have the same German pronoun."
     if phrase.det in ('every', 'no', 'all', 'many'): return False
-    rivals = [r for r in d.mentioned if r.person == phrase.person and (is_living(r) or not is_living(phrase))]
+    rivals = [other for other in d.mentioned
+              if other.person == phrase.person and (is_living(other) or not is_living(phrase))]
     return all(rival.column == phrase.column for rival in rivals)
 
 def follow_up(d:Draft, first:Clause, calm:bool=False, weather:bool=True)->Clause:
     "A clause after another: on the same one, the same thing, on somebody else, or on the weather."
     d.strangers = ['I', 'I', 'I', 'we']     # any other pronoun would look back
-    if weather and d.chance(.1): return happening(d, d.pick((RAIN, SNOW)), pronoun(d, 'it', 'nominative'), calm=True)
+    if weather and d.chance(.1):
+        return happening(d, d.pick((RAIN, SNOW)), pronoun(d, 'it', 'nominative'), calm=True)
     who, thing = first.subject, first.thing
     same = is_living(who) and clear(d, who) and d.chance(.7)
-    if same and d.chance(.35): return state(d, pronoun(d, who.person, 'nominative', who), d.fresh(FEELINGS))
-    again = thing and not is_living(thing) and clear(d, thing) and not (same and who.person == thing.person)
+    if same and d.chance(.35):
+        return state(d, pronoun(d, who.person, 'nominative', who), d.fresh(FEELINGS))
+    again = (thing and not is_living(thing) and clear(d, thing)
+             and not (same and who.person == thing.person))
     verbs = [v for v in LIKELY_VERBS if not same or (who.noun or PERSON) in v.subjects]
-    fitting = [v for v in verbs if again and thing.noun in v.accusative and not v.dative and v not in d.used]
+    fitting = [v for v in verbs
+               if again and thing.noun in v.accusative and not v.dative and v not in d.used]
     verb = d.fresh(fitting or verbs)
     subject = pronoun(d, who.person, 'nominative', who) if same else somebody(d, verb)
     return happening(d, verb, subject, thing if fitting else None, calm)
 
-# %% ../nbs/10_toy_languages.ipynb #69-126dbc
+# %% ../nbs/10_toy_languages.ipynb #71-eeefce
 def opening(d:Draft, calm:bool=False, alone:bool=False)->Clause:
     "The first clause of a sentence; things are described in a sentence of their own."
     if d.chance(.85): return happening(d, (verb := d.fresh(LIKELY_VERBS)), somebody(d, verb), calm=calm)
@@ -762,18 +786,21 @@ def simple(d:Draft)->Phrase:
 def naming(d:Draft)->Phrase:
     "'This is not a dog.'"
     negation = d.link() if d.chance(.25) else ()
-    return name(d, some(d, d.fresh(NOUNS), 'nominative', 'unnamed' if negation else 'named', negation), negation)
+    what = some(d, d.fresh(NOUNS), 'nominative', 'unnamed' if negation else 'named', negation)
+    return name(d, what, negation)
 
 def complex(d:Draft)->Phrase:
     "'The dog sleeps because it is tired.' 'When it rains, I read.'"
     conjunction = d.pick(('because', 'because', 'although', 'when', 'if', 'while'))
     calm = conjunction in ('when', 'if', 'while')
     first = opening(d, calm)
-    if d.chance(.7): return join(timed(d, first), GERMAN_COMMA, subordinate(d, conjunction, follow_up(d, first, calm)))
+    if d.chance(.7):
+        last = subordinate(d, conjunction, follow_up(d, first, calm))
+        return join(timed(d, first), GERMAN_COMMA, last)
     front = subordinate(d, conjunction, first)
     return join(front, d.tie(',', ','), main(d, follow_up(d, first, calm, False), 'clause'))
 
-# %% ../nbs/10_toy_languages.ipynb #70-0fc7aa
+# %% ../nbs/10_toy_languages.ipynb #72-0fc7aa
 def reporting(d:Draft)->Phrase:
     "'The man says that he is tired.'"
     verb = d.fresh(SAYING)
@@ -796,7 +823,7 @@ def compose(rng:random.Random, sentences:int=1)->tuple[Draft, Phrase]:
         phrase = coordinate(d, phrase, d.pick(('and', 'and', 'but')), d.pick(PATTERNS)(d))
     return d, join(phrase, d.tie('.', '.'))
 
-# %% ../nbs/10_toy_languages.ipynb #73-0a6eaa
+# %% ../nbs/10_toy_languages.ipynb #75-27561a
 PHENOMENA = ('nominative', 'accusative', 'dative', 'adjective', 'plural', 'compound', 'preposition',
              'two-way preposition', 'verb second', 'verb last', 'participle last', 'infinitive last',
              'separable prefix', 'nicht', 'kein', 'pronoun gender')
@@ -824,9 +851,10 @@ def make_pair(rng:random.Random, sentences:int=1)->ToyPair:
         for position, word in enumerate(side_words):
             for link in word.links: links.setdefault(link, ([], []))[side].append(position)
     alignment = tuple(sorted((tuple(src), tuple(tgt)) for src, tgt in links.values() if src and tgt))
-    return ToyPair(written(phrase.en), written(phrase.de), alignment, frozenset(d.phenomena), frozenset(d.combinations))
+    return ToyPair(written(phrase.en), written(phrase.de), alignment,
+                   frozenset(d.phenomena), frozenset(d.combinations))
 
-# %% ../nbs/10_toy_languages.ipynb #78-0d5bc4
+# %% ../nbs/10_toy_languages.ipynb #82-0d5bc4
 SPLITS = {'train': 20_000, 'val': 500, 'test': 500, 'test_long': 500, 'test_combinations': 500}
 LONGEST = 16   # words and punctuation marks in the longest sentence outside of test_long
 
@@ -846,7 +874,7 @@ def split_of(pair:ToyPair)->str|None:
     if unseen: return 'test_combinations'
     return {0: 'test', 1: 'val'}.get(checksum(pair.src) % 10, 'train')
 
-# %% ../nbs/10_toy_languages.ipynb #79-477f6d
+# %% ../nbs/10_toy_languages.ipynb #83-477f6d
 def toy_pairs(split:str, seed:int=0)->Iterator[ToyPair]:
     "The sentences of a split, for ever and each one once."
     rng, seen = random.Random(f'{split} {seed}'), set()

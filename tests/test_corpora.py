@@ -1,0 +1,301 @@
+"What the corpora page cannot show: the whole way of a download, and real text where it is at hand."
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import threading
+import warnings
+from collections import Counter
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from annotated_transformer import corpora
+from annotated_transformer.corpora import (CORPORA, MULTI30K_LINES, SHA256, CorpusConfig, download, hold_out, load_corpus,
+                                           read_lines, read_tsv)
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = Path(os.environ.get('ANNOTATED_TRANSFORMER_MULTI30K') or ROOT.parent/'shared/data/multi30k')
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason='no Multi30k: set ANNOTATED_TRANSFORMER_MULTI30K to its folder')
+
+
+def write(path, data):
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return path
+
+
+# --- bad text
+
+BAD = {'empty': (b'', 'is empty'), 'blank': (b'\n\n  \n', 'is empty'), 'latin-1': (b'ein\nf\xfcnf\n', 'line 2: not UTF-8'),
+       'nul': (b'ein\nzwei\nd\0rei\n', 'line 3: a NUL'), 'bare return': (b'ein\nzw\rei\n', 'line 2: a carriage return'),
+       'old mac': (b'ein\rzwei\r', 'line 1: a carriage return'), 'surrogate': (b'ein\n\xed\xa0\x80\n', 'line 2: not UTF-8'),
+       'utf-16': ('ein\nzwei\n'.encode('utf-16'), 'line 1')}
+
+@pytest.mark.parametrize('data, said', BAD.values(), ids=BAD)
+@pytest.mark.parametrize('gz', [False, True])
+def test_bad_files_are_named(data, said, gz, tmp_path):
+    path = write(tmp_path/('bad.de.gz' if gz else 'bad.de'), gzip.compress(data) if gz else data)
+    good = write(tmp_path/'good.en', 'one\ntwo\n')
+    for options in (dict(src=good, tgt=path), dict(src=path, tgt=good), dict(src=good, tgt=good, val_src=good, val_tgt=path)):
+        corpus = load_corpus('files', **options)
+        with pytest.raises(ValueError, match=r'bad\.de.*' + said) as caught: corpus['val']
+        assert '\n' not in str(caught.value)
+    with pytest.raises(ValueError, match=r'bad\.de.*' + said): load_corpus('tsv', tsv=path)['train']
+    assert write(tmp_path/'again', path.read_bytes()).read_bytes() == path.read_bytes()
+
+
+def test_only_line_feeds_end_lines(tmp_path):
+    odd = ['a\u2028b', 'c\u0085d', 'e\x0bf\x0cg', 'h\x1ci\u2029', 'j']
+    for end in ('\n', '\r\n'):
+        assert read_lines(write(tmp_path/'a.txt', end.join(odd) + end)) == odd
+        assert read_lines(write(tmp_path/'a.txt', end.join(odd))) == odd
+    assert read_lines(write(tmp_path/'a.txt', b'\xef\xbb\xbfeins\n\nzwei\n\n')) == ['eins', '', 'zwei', '']
+
+
+def test_unequal_lengths(tmp_path):
+    src, tgt = write(tmp_path/'a.en', 'one\n\ntwo\nthree\n'), write(tmp_path/'a.de', 'eins\nzwei\ndrei\n')
+    with pytest.raises(ValueError, match=r'a\.en has 4 lines, .*a\.de has 3; they part at line 2'):
+        load_corpus('files', src=src, tgt=tgt)['train']
+    write(src, 'one\ntwo\nthree\nfour\n')
+    with pytest.raises(ValueError, match=r'a\.en has 4 lines, .*a\.de has 3$'): load_corpus('files', src=src, tgt=tgt)['train']
+
+
+@pytest.mark.parametrize('data, line', [('a\tb\nc\n', 2), ('a b\n', 1), ('a\tb\n\n\nc;d\n', 4)])
+def test_a_row_with_one_column(data, line, tmp_path):
+    with pytest.raises(ValueError, match=rf'x\.tsv, line {line}: one column'): read_tsv(write(tmp_path/'x.tsv', data))
+
+
+def test_columns_beyond_the_second(tmp_path):
+    def read(text): return read_tsv(write(tmp_path/'x.tsv', text))
+    assert read('a\tb\r\nc\td\r\n') == read('a\tb\tCC\nc\td\tBY\t2\n') == [('a', 'b'), ('c', 'd')]
+    assert read('1\ta\t2\tb\n3\tc\t4\td\n') == [('a', 'b'), ('c', 'd')]
+    assert read('1\ta\t2\tb\nthree\tc\t4\td\n') == [('1', 'a'), ('three', 'c')]      # numbers in every row, or they are text
+    assert read('"a"\t"b\n') == [('"a"', '"b')]                                      # quotes are text outside of Anki
+    assert read('#1\tnumber one\n') == [('#1', 'number one')]
+
+
+def test_blank_sides_are_left_out_of_training_alone(tmp_path):
+    src, tgt = write(tmp_path/'a.en', 'one\n \nthree\n'), write(tmp_path/'a.de', 'eins\nzwei\n\n')
+    corpus = load_corpus('files', src=src, tgt=tgt, val_src=src, val_tgt=tgt, test_src=src, test_tgt=tgt)
+    with pytest.warns(UserWarning, match=r'a\.en: 2 of 3 pairs'): assert corpus['train'] == [('one', 'eins')]
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert corpus['val'] == corpus['test'] == [('one', 'eins'), (' ', 'zwei'), ('three', '')]
+    with pytest.raises(ValueError, match='no pair has text'):
+        load_corpus('tsv', tsv=write(tmp_path/'x.tsv', '\tb\nc\t \n'))['train']
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match='none.en'): load_corpus('files', src=tmp_path/'none.en', tgt=tmp_path/'x')['train']
+    with pytest.raises(FileNotFoundError, match='none.tsv'): load_corpus('tsv', tsv=tmp_path/'none.tsv')['val']
+    with pytest.raises(FileNotFoundError, match='neither val.en.gz nor val.en'): load_corpus('multi30k', data_dir=tmp_path)['val']
+
+
+# --- names
+
+@pytest.mark.parametrize('options, said', [
+    (dict(corpus='wmt14'), 'known are ' + ', '.join(CORPORA)), (dict(pair='ende'), "such as 'en-de'"),
+    (dict(pair='en-de-fr'), "such as 'en-de'"), (dict(pair='-de'), "such as 'en-de'"), (dict(held_out=-1), 'positive'),
+    (dict(src='a'), 'src is given'), (dict(corpus='multi30k', tsv='a'), 'tsv is given'), (dict(corpus='tsv'), 'needs tsv'),
+    (dict(corpus='files'), 'needs src and tgt'), (dict(corpus='files', tgt='a'), 'src and tgt go together'),
+    (dict(corpus='files', src='a', tgt='b', val_tgt='c'), 'val_src and val_tgt go together')])
+def test_settings_that_cannot_be(options, said):
+    with pytest.raises(ValueError, match=said): CorpusConfig(**options)
+
+
+@pytest.mark.parametrize('corpus, pair, said', [
+    ('toy-ende', 'en-fr', "no language 'fr': known are en, de"), ('toy-ende', 'en-en', 'two different'),
+    ('multi30k', 'cs-en', "no language 'cs': known are en, de, fr"), ('multi30k', 'de-de', 'two different')])
+def test_unknown_languages(corpus, pair, said):
+    with pytest.raises(ValueError, match=said): load_corpus(corpus, pair=pair)
+
+
+def test_unknown_split():
+    with pytest.raises(ValueError, match="no split 'test': known are train, val, test_2016_flickr"): load_corpus('multi30k')['test']
+    with pytest.raises(ValueError, match='known are train, val, test, test_long, test_combinations'): load_corpus('toy-ende')['dev']
+
+
+def test_settings_survive_json():
+    for config in (CorpusConfig(), CorpusConfig('multi30k', 'fr-de', data_dir='x'), CorpusConfig('files', src='a', tgt=Path('b'))):
+        assert CorpusConfig(**json.loads(json.dumps(asdict(config), default=str))) == config
+
+
+# --- what is put aside
+
+def test_toy_and_copy():
+    toy, back = load_corpus('toy-ende'), load_corpus('toy-ende', pair='de-en')
+    assert toy['test'] == [(en, de) for de, en in back['test']] and len(toy['test']) == 500
+    assert not {src for src, _ in toy['test']} & {src for src, _ in toy['train']}
+    copies = load_corpus('copy')
+    assert copies.langs == ('xx', 'xx') and all(src == tgt for src, tgt in copies['test'])
+    assert copies['val'] == load_corpus('copy')['val']
+
+
+def test_hold_out():
+    pairs = [(f's{i % 70}', f't{i}') for i in range(200)]
+    splits = hold_out(pairs, {'val': 12, 'test': 500})
+    assert Counter(sum(splits.values(), [])) == Counter(pairs)
+    sources = {name: {src for src, _ in part} for name, part in splits.items()}
+    assert not sources['val'] & sources['train'] and not sources['test'] & (sources['train'] | sources['val'])
+    assert 12 <= len(splits['val']) <= 14 and 20 <= len(splits['test']) <= 22
+    assert hold_out(pairs, {'val': 12, 'test': 500}) == splits != hold_out(pairs, {'val': 12, 'test': 500}, seed=1)
+    assert hold_out([], {'val': 5}) == {'val': [], 'train': []}
+    assert hold_out([('a', f'{i}') for i in range(50)], {'val': 5})['train'] == []      # one source: it goes as a whole
+
+
+def test_files_without_tests_of_their_own(tmp_path):
+    lines = [f'word {i}' for i in range(100)]
+    src, tgt = write(tmp_path/'a.en', '\n'.join(lines)), write(tmp_path/'a.de', '\n'.join(lines[::-1]))
+    corpus = load_corpus('files', pair='is-fo', src=str(src), tgt=str(tgt), held_out=7)
+    assert {name: len(corpus[name]) for name in corpus.splits} == {'train': 86, 'val': 7, 'test': 7}
+    assert corpus.langs == ('is', 'fo')
+    again = load_corpus('files', src=src, tgt=tgt, held_out=7)
+    assert [corpus[name] for name in corpus.splits] == [again[name] for name in again.splits]
+    with_val = load_corpus('files', src=src, tgt=tgt, val_src=src, val_tgt=tgt, held_out=7)
+    assert {name: len(with_val[name]) for name in with_val.splits} == {'train': 93, 'val': 100, 'test': 7}
+    few = load_corpus('files', src=write(tmp_path/'b.en', 'one\n'), tgt=write(tmp_path/'b.de', 'eins\n'))
+    assert few['train'] == [('one', 'eins')]
+    with pytest.raises(ValueError, match='too few pairs to put some aside for test'): few['test']
+
+
+# --- downloads
+
+LINES = {'en': b'Two dogs.\nA cat.\n', 'de': 'Zwei Hunde.\nEine Kätzchen.\n'.encode()}
+FILES = {f'val.{lang}.gz': gzip.compress(text) for lang, text in LINES.items()}
+
+
+@pytest.fixture
+def net(monkeypatch, tmp_path):
+    "Multi30k's mirrors and sums, replaced by a server of ours; `net.does[k]` says what mirror k does with each request."
+    class Net:
+        does, asked = {'first': [], 'second': []}, []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            mirror, name = self.path.strip('/').split('/')
+            does = Net.does[mirror].pop(0) if Net.does[mirror] else 'serve'
+            Net.asked.append((mirror, name, does))
+            if does == '404': return self.send_error(404)
+            if does == 'hang up': return self.connection.close()
+            data = FILES[name]
+            self.send_response(200)
+            if does != 'truncate, unannounced': self.send_header('Content-Length', str(len(data)))
+            self.end_headers()
+            self.wfile.write(data[:-9] if 'truncate' in does else b'<html>sign in</html>'.ljust(len(data)) if does == 'corrupt' else data)
+        def log_message(self, *_): pass
+
+    server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Net.address, Net.does, Net.asked = f'http://127.0.0.1:{server.server_port}', {'first': [], 'second': []}, []
+    monkeypatch.setattr(corpora, 'MIRRORS', (f'{Net.address}/first', f'{Net.address}/second'))
+    monkeypatch.setitem(MULTI30K_LINES, 'val', 2)
+    for name, data in FILES.items(): monkeypatch.setitem(SHA256, name, hashlib.sha256(data).hexdigest())
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
+    Net.cached = lambda: sorted(p.name for p in (tmp_path/'cache').rglob('*') if p.is_file())
+    yield Net
+    server.shutdown()
+    server.server_close()
+
+
+def test_download_once(net):
+    corpus = load_corpus('multi30k')
+    assert not net.asked                                          # nothing before it is asked for
+    assert corpus['val'] == [('Two dogs.', 'Zwei Hunde.'), ('A cat.', 'Eine Kätzchen.')]
+    assert net.asked == [('first', 'val.en.gz', 'serve'), ('first', 'val.de.gz', 'serve')]
+    assert net.cached() == ['val.de.gz', 'val.en.gz']
+    load_corpus('multi30k', pair='de-en')['val']
+    assert len(net.asked) == 2                                    # the cache has them
+
+
+@pytest.mark.parametrize('trouble', ['404', 'corrupt', 'truncate', 'truncate, unannounced', 'hang up'])
+def test_retry_then_another_mirror(net, trouble):
+    net.does['first'] = [trouble]
+    assert load_corpus('multi30k')['val']
+    assert [does for _, _, does in net.asked] == [trouble, 'serve', 'serve']
+    shutil.rmtree(os.environ['XDG_CACHE_HOME'])
+    net.asked.clear()
+    net.does['first'] = [trouble]*4
+    assert load_corpus('multi30k')['val']
+    assert [(mirror, does) for mirror, _, does in net.asked] == [('first', trouble)]*2 + [('second', 'serve')] + [('first', trouble)]*2 + [('second', 'serve')]
+
+
+@pytest.mark.parametrize('trouble, said', [('404', 'HTTP Error 404'), ('truncate', 'bytes came'), ('hang up', ''),
+    ('corrupt', f'val.en.gz is corrupted: its SHA-256 is [0-9a-f]{{64}}, expected {hashlib.sha256(FILES["val.en.gz"]).hexdigest()}')])
+def test_nothing_is_left_of_a_failed_download(net, trouble, said):
+    net.does = {'first': [trouble]*9, 'second': [trouble]*9}
+    with pytest.raises(OSError, match=f'could not download val.en.gz: .*{said}.*--data-dir') as caught: load_corpus('multi30k')['val']
+    assert '\n' not in str(caught.value) and len(net.asked) == 4
+    assert net.cached() == []
+
+
+def test_a_spoilt_cache_is_fetched_again(net):
+    load_corpus('multi30k')['val']
+    [path] = Path(os.environ['XDG_CACHE_HOME']).rglob('val.en.gz')
+    for data in (b'', path.read_bytes()[:-1]):
+        path.write_bytes(data)
+        assert len(load_corpus('multi30k')['val']) == 2
+        assert path.read_bytes() == FILES['val.en.gz']
+
+
+def test_network_refused(net, monkeypatch):
+    monkeypatch.setattr(corpora, 'MIRRORS', ('http://127.0.0.1:9/{}',))      # nobody listens on the discard port
+    with pytest.raises(OSError, match='could not download val.en.gz: .*--data-dir'): load_corpus('multi30k')['val']
+
+
+def test_no_space_for_a_download(net, tmp_path):
+    write(tmp_path/'cache', b'')                                   # a file where the folder should be
+    with pytest.raises(OSError): load_corpus('multi30k')['val']
+
+
+def test_interrupted_download(net, tmp_path, monkeypatch):
+    def interrupt(*_, **__): raise KeyboardInterrupt
+    monkeypatch.setattr(corpora, 'get', interrupt)
+    with pytest.raises(KeyboardInterrupt): download('x', tmp_path/'x', '', ['http://nowhere'])
+    assert not list(tmp_path.iterdir())
+
+
+def test_counted_and_summed(net, tmp_path):
+    for name, data in FILES.items(): write(tmp_path/name, data)
+    assert len(load_corpus('multi30k', data_dir=tmp_path)['val']) == 2
+    write(tmp_path/'val.en.gz', gzip.compress(LINES['en'] + b'One more.\n'))
+    with pytest.raises(ValueError, match=r'val\.en\.gz is corrupted'): load_corpus('multi30k', data_dir=tmp_path)['val']
+    (tmp_path/'val.en.gz').unlink()
+    write(tmp_path/'val.en', LINES['en'] + b'One more.\n')
+    with pytest.raises(ValueError, match=r'val\.en has 3 lines; val of Multi30k has 2'): load_corpus('multi30k', data_dir=tmp_path)['val']
+    write(tmp_path/'val.en', LINES['en'])
+    assert len(load_corpus('multi30k', data_dir=tmp_path)['val']) == 2
+    assert not net.asked
+
+
+# --- the real thing
+
+@needs_data
+def test_multi30k():
+    for src, tgt in permutations(('en', 'de', 'fr'), 2):
+        corpus = load_corpus('multi30k', pair=f'{src}-{tgt}', data_dir=DATA)
+        assert len(corpus['val']) == 1014 and len(corpus['test_2016_flickr']) == 1000
+    corpus, back = (load_corpus('multi30k', pair=pair, data_dir=DATA) for pair in ('en-de', 'de-en'))
+    assert len(corpus['train']) == 29_000 and len(corpus['test_2017_mscoco']) == 461
+    assert corpus['train'] == [(src, tgt) for tgt, src in back['train']]
+    assert corpus['train'][0][0].startswith('Two young, White males') and corpus['train'][0][1].startswith('Zwei junge weiße Männer')
+
+
+@needs_data
+def test_sums_are_upstreams():
+    table = dict(line.split()[::-1] for line in (DATA/'SHA256SUMS').read_text().splitlines())
+    assert SHA256 == {name: table[name] for name in SHA256}
+    for path in DATA.glob('*.gz'):
+        if path.name in SHA256: assert hashlib.sha256(path.read_bytes()).hexdigest() == SHA256[path.name]
+
+
+@needs_data
+def test_a_flipped_bit(tmp_path):
+    data = bytearray((DATA/'val.en.gz').read_bytes())
+    data[5000] ^= 1
+    write(tmp_path/'val.en.gz', bytes(data))
+    shutil.copy(DATA/'val.de.gz', tmp_path)
+    with pytest.raises(ValueError, match='corrupted'): load_corpus('multi30k', data_dir=tmp_path)['val']
