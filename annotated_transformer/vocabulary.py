@@ -294,7 +294,7 @@ def train_tokenizer(
     texts = [(lang, [pair[side] for pair in pairs]) for side, lang in enumerate(langs)]
     return TOKENIZERS[kind].train(texts, vocab_size, min_freq)
 
-# %% ../nbs/12_vocabulary.ipynb #61-a11289
+# %% ../nbs/12_vocabulary.ipynb #61-49791f
 def load_tokenizer(
     path: str | Path, # a file that `save` wrote
 ) -> Tokenizer:
@@ -305,4 +305,5 @@ def load_tokenizer(
         raise ValueError(f'{path} is no tokenizer file of ours: its "kind" must be one of {", ".join(TOKENIZERS)}')
     try: return TOKENIZERS[state['kind']].from_state(state)
     except Exception as error:     # tokenizers raises Exception itself for what it cannot read
-        raise ValueError(f'{path} is a broken tokenizer file: {type(error).__name__}: {error}') from error
+        reason = str(error).partition('\n')[0]
+        raise ValueError(f'{path} is a broken tokenizer file: {type(error).__name__}: {reason}') from error
