@@ -85,7 +85,7 @@ def groups(lines: Iterable[str], size: int) -> Iterator[list[str]]:
     lines = iter(lines)
     while group := list(islice(lines, size)): yield group
 
-# %% ../nbs/42_command_line.ipynb #13-1473a7
+# %% ../nbs/42_command_line.ipynb #13-d64ced
 @dataclass(frozen=True)
 class Demo:
     "The whole story in minutes: train on toy EN-DE, translate sentences it never saw, score, draw where the decoder looked."
@@ -102,7 +102,7 @@ class Demo:
             print(f'\n{split}: {scores}')
             for name, part in phenomenon_scores(split, translations).items():
                 print(f'    {name:<24} BLEU {part.bleu:6.2f} on {part.sentences} sentences')
-        maps = translator.attention(corpus['test'][0][0])
+        maps = translator.attention(max((src for src, _ in corpus['test'][:8]), key=len)) # the longest sentence shown above
         ax = plot_attention(maps.cross[-1].mean(0), maps.tgt, maps.src, 'Last layer, mean of its heads: where the decoder looked')
         ax.figure.savefig(self.out / 'attention.png', dpi=120, bbox_inches='tight')
         print(f"\nThe picture is {self.out / 'attention.png'}. Try:  annotated-transformer translate 'The small dog sleeps.'")
