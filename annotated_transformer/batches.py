@@ -68,7 +68,7 @@ def padding_share(
         places += batch.src.numel() + batch.tgt_in.numel()
     return 1 - real/places if places else 0.
 
-# %% ../nbs/13_batches.ipynb #23-382416
+# %% ../nbs/13_batches.ipynb #23-33b2cf
 def token_batches(
     lengths: Sequence[tuple[int, int]], # (source, target) positions of each pair, special tokens included
     max_tokens: int,      # positions of a batch on its larger side, padding included, at most
@@ -79,7 +79,6 @@ def token_batches(
     "Pairs of like length together, within a budget (5.1). Raises ValueError for a pair that exceeds it alone."
     if max_tokens < 1: raise ValueError(f'max_tokens must be positive, not {max_tokens}')
     rng, order = random.Random(f'{seed} {epoch}'), list(range(len(lengths)))
-    if shuffle: rng.shuffle(order)
     blur = 3 if shuffle else 0
     def key(i):
         n, m = lengths[i]

@@ -1,5 +1,6 @@
 "Decoding changes how fast a translation is found, never which: checked on random models in double precision."
 import copy
+import functools
 import itertools
 import math
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from annotated_transformer.attention import padding_mask
-from annotated_transformer.batches import pad_rows
+from annotated_transformer.batches import collate, pad_rows
 from annotated_transformer.decoding import (Beam, Hypothesis, State, beam_search, best_continuations, greedy,
                                             length_limits, length_penalty)
 from annotated_transformer.transformer import Transformer, TransformerConfig
@@ -22,13 +23,28 @@ KINDS += [dict(n_layers=1, n_heads=1), dict(n_layers=3, d_model=12, n_heads=3, d
 def name(kind): return ' '.join(str(v) for v in kind.values())
 
 
-def make(seed=0, sharpness=3., **kind):
-    "A random model with opinions: `sharpness` spreads its logits, and EOS is neither rare nor sure."
+@functools.cache
+def trained(seed, steps, **kind):
+    "A tiny model that has begun to learn to write a source backwards: its texts differ, end, and are full of doubt."
     torch.manual_seed(seed)
-    sizes = dict(vocab_size=V, n_layers=2, d_model=16, d_ff=24, n_heads=4, max_len=40) | kind
-    model = Transformer(TransformerConfig(**sizes)).double().eval().requires_grad_(False)
-    model.output.weight *= sharpness
-    return model
+    sizes = dict(vocab_size=V, n_layers=2, d_model=16, d_ff=24, n_heads=4, max_len=40, dropout=0.) | kind
+    model = Transformer(TransformerConfig(**sizes))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(steps):
+        rows = [torch.randint(3, sizes['vocab_size'], (int(n),)).tolist() for n in torch.randint(1, 8, (32,))]
+        batch = collate([(row, row[::-1]) for row in rows])
+        logits = model(batch.src, batch.tgt_in)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.tgt_out.flatten(), ignore_index=PAD)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.double().eval().requires_grad_(False)
+
+
+def make(seed=0, steps=60, **kind): return copy.deepcopy(trained(seed, steps, **kind))
+
+
+def last_norm(model): return model.decoder.norm if model.config.norm == 'pre' else model.decoder.layers[-1].add_norms[-1].norm
 
 
 def sources(n=7, seed=1):
@@ -47,7 +63,11 @@ def next_log_probs(model, src, ids):
 def alone(src, i): return src[i][src[i] != PAD][None]
 
 
-def score_of(model, src, ids): return sum(next_log_probs(model, src, ids[:i])[t] for i, t in enumerate(ids))
+def score_of(model, src, ids):
+    "Teacher forcing."
+    logits = model(src, torch.tensor([[BOS, *ids[:-1]]]))[0]
+    logits[:, [PAD, BOS]] = -math.inf
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).sum().item()
 
 
 def plain_greedy(model, src, limit):
@@ -94,25 +114,27 @@ def test_beam_search_is_its_definition(kind):
             same(found, plain_beam(model, alone(src, i), size, alpha, int((src[i] != PAD).sum()) + 4, n_best))
 
 
-@pytest.mark.parametrize('sharpness', [0.5, 2., 8.])
+@pytest.mark.parametrize('steps', [0, 30, 60])
 @pytest.mark.parametrize('alpha', [0., 0.6, 1., 2.])
-def test_stopping_early_changes_nothing(sharpness, alpha, monkeypatch):
-    model, src = make(5, sharpness), sources(20)
+def test_stopping_early_changes_nothing(steps, alpha, monkeypatch):
+    model, src = make(5, steps), sources(20)
     settings = [dict(beam_size=size, n_best=n_best) for size, n_best in ((1, 1), (2, 1), (4, 1), (4, 3), (8, 8))]
-    early = [beam_search(model, src, alpha=alpha, max_extra=12, **s) for s in settings]
+    def searches(): return [beam_search(model, src, alpha=alpha, max_extra=12, **s) for s in settings]
+    early = searches()
     monkeypatch.setattr(Beam, 'reach', lambda beam: math.inf)
-    assert early == [beam_search(model, src, alpha=alpha, max_extra=12, **s) for s in settings]
+    for before, after in zip(early, searches()):
+        for best, expected in zip(before, after): same(best, [(h.score, h.ids, h.log_prob) for h in expected])
 
 
 def test_stopping_early_saves_steps(monkeypatch):
     asked, log_probs = [], State.log_probs
     monkeypatch.setattr(State, 'log_probs', lambda state: asked.append(len(state.last)) or log_probs(state))
-    model, src = make(5, 8.), sources(20)
-    beam_search(model, src, max_extra=30)
-    steps = len(asked)
+    model, src = make(5), sources(20)
+    beam_search(model, src, max_extra=12)
+    rows = sum(asked)
     monkeypatch.setattr(Beam, 'reach', lambda beam: math.inf)
-    beam_search(model, src, max_extra=30)
-    assert steps < len(asked) - steps
+    beam_search(model, src, max_extra=12)
+    assert rows < 0.8 * (sum(asked) - rows)
 
 
 def test_a_few_bad_endings_do_not_stop_a_search():
@@ -132,23 +154,23 @@ def test_a_beam_of_one_is_greedy(kind):
         assert g.ids == b.ids and g.log_prob == pytest.approx(b.log_prob, abs=1e-9)
 
 
-@pytest.mark.parametrize('seed', range(3))
+@pytest.mark.parametrize('seed', range(2))
 def test_company_and_order_change_nothing(seed):
-    model, src = make(seed), sources(5)
+    model, src = make(seed), sources(4)
     def searches(src): return zip(greedy(model, src, 5), beam_search(model, src, 3, max_extra=5, n_best=2))
-    by_itself = [next(searches(alone(src, i))) for i in range(5)]
-    for order in itertools.permutations(range(5)):
+    by_itself = [next(searches(alone(src, i))) for i in range(4)]
+    for order in itertools.permutations(range(4)):
         for i, (g, best) in zip(order, searches(src[list(order)])):
             assert g.ids == by_itself[i][0].ids and [h.ids for h in best] == [h.ids for h in by_itself[i][1]]
             assert [h.score for h in best] == pytest.approx([h.score for h in by_itself[i][1]], abs=1e-9)
 
 
-@pytest.mark.parametrize('seed', range(4))
+@pytest.mark.parametrize('seed', range(2))
 def test_a_beam_that_holds_everything_searches_everything(seed):
-    model, src, limit = make(seed, 2., vocab_size=7), torch.tensor([[4, EOS]]), 4
+    model, src, limit = make(seed, vocab_size=7), torch.tensor([[4, EOS]]), 4
     texts = [list(ids) for n in range(limit) for ids in itertools.product((3, 4, 5, 6), repeat=n)]
+    p = [score_of(model, src, ids + [EOS]) for ids in texts]
     def ranked(alpha):
-        p = [score_of(model, src, ids + [EOS]) for ids in texts]
         return sorted(((p / length_penalty(len(ids) + 1, alpha), ids, p) for ids, p in zip(texts, p)), reverse=True)
     for alpha in (0., 0.6):
         same(beam_search(model, src, 5 ** limit, alpha, 2, len(texts))[0], ranked(alpha))
@@ -187,7 +209,7 @@ def test_rows_of_one_sentence_do_not_copy_its_memory():
 def endless(**kind):
     "A model whose every state is far from EOS."
     model = make(**kind)
-    model.decoder.layers[-1].add_norms[-1].norm.bias += 1
+    last_norm(model).bias += 1
     model.output.weight[EOS] = -9
     return model
 
@@ -219,7 +241,7 @@ def test_cut_off_hypotheses_only_fill_up():
 
 def test_cut_off_by_the_plain_definition():
     for seed in range(6):       # near limits, so that for some sentences fewer have ended than are wanted
-        model, src = make(seed, 6.), sources(6)
+        model, src = make(seed), sources(6)
         for i, found in enumerate(beam_search(model, src, 4, max_extra=0, n_best=4)):
             same(found, plain_beam(model, alone(src, i), 4, 0.6, max(1, int((src[i] != PAD).sum())), 4))
 
@@ -247,23 +269,24 @@ def test_settings_that_cannot_be(settings, message):
 
 def test_pad_and_bos_are_never_written():
     model = make(tied=False)
-    model.decoder.layers[-1].add_norms[-1].norm.bias += 1
+    last_norm(model).bias += 1
     model.output.weight[[PAD, BOS]] = 9                             # it would like nothing better
     for h, best in zip(greedy(model, sources(), 5), beam_search(model, sources(), max_extra=5, n_best=4)):
         assert all(not {PAD, BOS, EOS} & set(x.ids) and math.isfinite(x.log_prob) for x in [h, *best])
 
 
 def test_n_best_are_different_and_sorted():
-    found = beam_search(make(), sources(), 6, n_best=6)
-    for best in found:
-        assert len({tuple(h.ids) for h in best}) == 6
+    model, src = make(3), sources()
+    found = beam_search(model, src, 6, n_best=6)
+    for best, [winner] in zip(found, beam_search(model, src, 6)):
+        assert len({tuple(h.ids) for h in best}) == 6 and max(len(h.ids) for h in best) < 40     # all have ended
         assert [h.score for h in best] == sorted((h.score for h in best), reverse=True)
-    assert [best[0] for best in found] == [best[0] for best in beam_search(make(), sources(), 6)]
+        assert best[0].ids == winner.ids
 
 
 @pytest.mark.parametrize('vocab_size', [4, 5, 6])
 def test_a_vocabulary_smaller_than_the_beam(vocab_size):
-    model, src = make(2, 1., vocab_size=vocab_size), torch.tensor([[3, EOS], [EOS, PAD]])
+    model, src = make(2, vocab_size=vocab_size), torch.tensor([[3, EOS], [EOS, PAD]])
     for i, found in enumerate(beam_search(model, src, 8, 0.6, 3, 5)):
         same(found, plain_beam(model, alone(src, i), 8, 0.6, [5, 4][i], 5))
 

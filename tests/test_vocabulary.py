@@ -48,8 +48,8 @@ def test_round_trip(tokenizer, pairs):
 def test_any_string_has_ids(tokenizer):
     rng = random.Random(0)
     kinds = [range(0x80), range(0x3000), range(0xd700, 0xe100), range(0x1f300, 0x1f700), range(sys.maxunicode + 1)]
-    strings = [''.join(chr(rng.choice(kind)) for _ in range(rng.randrange(30))) for kind in kinds for _ in range(200)]
-    for text in [*strings, 'a'*100_000, '. '*20_000, '￭', '▁', '￭ ￭￭', *SPECIALS, ' '.join(SPECIALS), '<eos>'*3]:
+    strings = [''.join(chr(rng.choice(kind)) for _ in range(rng.randrange(30))) for kind in kinds for _ in range(60)]
+    for text in [*strings, 'a'*20_000, '. '*5000, '￭', '▁', '￭ ￭￭', *SPECIALS, ' '.join(SPECIALS), '<eos>'*3]:
         ids = tokenizer.encode(text, 'de')
         assert all(UNK <= i < len(tokenizer) for i in ids), repr(text)       # never PAD, BOS or EOS
         assert isinstance(tokenizer.decode(ids, 'de'), str)
