@@ -15,8 +15,8 @@ from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.vocabulary import BOS, EOS, PAD
 
 V = 11
-KINDS = [dict(norm=norm, positions=positions, tied=tied) for norm, positions, tied in
-         itertools.product(('post', 'pre'), ('sinusoidal', 'learned'), (True, False))]
+KINDS = [dict(norm=norm, positions=positions, tied=tied) for norm, positions, tied in     # each pair of settings once
+         (('post', 'sinusoidal', True), ('post', 'learned', False), ('pre', 'sinusoidal', False), ('pre', 'learned', True))]
 KINDS += [dict(n_layers=1, n_heads=1), dict(n_layers=3, d_model=12, n_heads=3, d_ff=5), dict(d_k=3, d_v=5)]
 
 
@@ -115,10 +115,10 @@ def test_beam_search_is_its_definition(kind):
 
 
 @pytest.mark.parametrize('steps', [0, 30, 60])
-@pytest.mark.parametrize('alpha', [0., 0.6, 1., 2.])
+@pytest.mark.parametrize('alpha', [0., 0.6, 2.])
 def test_stopping_early_changes_nothing(steps, alpha, monkeypatch):
     model, src = make(5, steps), sources(20)
-    settings = [dict(beam_size=size, n_best=n_best) for size, n_best in ((1, 1), (2, 1), (4, 1), (4, 3), (8, 8))]
+    settings = [dict(beam_size=size, n_best=n_best) for size, n_best in ((1, 1), (4, 1), (6, 3))]
     def searches(): return [beam_search(model, src, alpha=alpha, max_extra=12, **s) for s in settings]
     early = searches()
     monkeypatch.setattr(Beam, 'reach', lambda beam: math.inf)
@@ -149,7 +149,7 @@ def test_a_few_bad_endings_do_not_stop_a_search():
 
 @pytest.mark.parametrize('kind', KINDS, ids=name)
 def test_a_beam_of_one_is_greedy(kind):
-    model, src = make(1, **kind), sources(30)
+    model, src = make(**kind), sources(30)
     for g, [b] in zip(greedy(model, src, 9), beam_search(model, src, 1, max_extra=9)):
         assert g.ids == b.ids and g.log_prob == pytest.approx(b.log_prob, abs=1e-9)
 
@@ -240,7 +240,7 @@ def test_cut_off_hypotheses_only_fill_up():
 
 
 def test_cut_off_by_the_plain_definition():
-    for seed in range(6):       # near limits, so that for some sentences fewer have ended than are wanted
+    for seed in range(2):       # near limits, so that for some sentences fewer have ended than are wanted
         model, src = make(seed), sources(6)
         for i, found in enumerate(beam_search(model, src, 4, max_extra=0, n_best=4)):
             same(found, plain_beam(model, alone(src, i), 4, 0.6, max(1, int((src[i] != PAD).sum())), 4))
