@@ -29,9 +29,9 @@ def trained(seed, steps, **kind):
     torch.manual_seed(seed)
     sizes = dict(vocab_size=V, n_layers=2, d_model=16, d_ff=24, n_heads=4, max_len=40, dropout=0.) | kind
     model = Transformer(TransformerConfig(**sizes))
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), 2e-2)
     for _ in range(steps):
-        rows = [torch.randint(3, sizes['vocab_size'], (int(n),)).tolist() for n in torch.randint(1, 8, (32,))]
+        rows = [torch.randint(3, sizes['vocab_size'], (int(n),)).tolist() for n in torch.randint(1, 8, (16,))]
         batch = collate([(row, row[::-1]) for row in rows])
         logits = model(batch.src, batch.tgt_in)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.tgt_out.flatten(), ignore_index=PAD)
@@ -41,7 +41,7 @@ def trained(seed, steps, **kind):
     return model.double().eval().requires_grad_(False)
 
 
-def make(seed=0, steps=60, **kind): return copy.deepcopy(trained(seed, steps, **kind))
+def make(seed=0, steps=40, **kind): return copy.deepcopy(trained(seed, steps, **kind))
 
 
 def last_norm(model): return model.decoder.norm if model.config.norm == 'pre' else model.decoder.layers[-1].add_norms[-1].norm
@@ -114,7 +114,7 @@ def test_beam_search_is_its_definition(kind):
             same(found, plain_beam(model, alone(src, i), size, alpha, int((src[i] != PAD).sum()) + 4, n_best))
 
 
-@pytest.mark.parametrize('steps', [0, 30, 60])
+@pytest.mark.parametrize('steps', [0, 20, 40])
 @pytest.mark.parametrize('alpha', [0., 0.6, 2.])
 def test_stopping_early_changes_nothing(steps, alpha, monkeypatch):
     model, src = make(5, steps), sources(20)
@@ -154,7 +154,7 @@ def test_a_beam_of_one_is_greedy(kind):
         assert g.ids == b.ids and g.log_prob == pytest.approx(b.log_prob, abs=1e-9)
 
 
-@pytest.mark.parametrize('seed', range(2))
+@pytest.mark.parametrize('seed', [0, 5])
 def test_company_and_order_change_nothing(seed):
     model, src = make(seed), sources(4)
     def searches(src): return zip(greedy(model, src, 5), beam_search(model, src, 3, max_extra=5, n_best=2))
@@ -165,9 +165,9 @@ def test_company_and_order_change_nothing(seed):
             assert [h.score for h in best] == pytest.approx([h.score for h in by_itself[i][1]], abs=1e-9)
 
 
-@pytest.mark.parametrize('seed', range(2))
-def test_a_beam_that_holds_everything_searches_everything(seed):
-    model, src, limit = make(seed, vocab_size=7), torch.tensor([[4, EOS]]), 4
+@pytest.mark.parametrize('steps', [0, 20])
+def test_a_beam_that_holds_everything_searches_everything(steps):
+    model, src, limit = make(0, steps, vocab_size=7), torch.tensor([[4, EOS]]), 4
     texts = [list(ids) for n in range(limit) for ids in itertools.product((3, 4, 5, 6), repeat=n)]
     p = [score_of(model, src, ids + [EOS]) for ids in texts]
     def ranked(alpha):
@@ -240,7 +240,7 @@ def test_cut_off_hypotheses_only_fill_up():
 
 
 def test_cut_off_by_the_plain_definition():
-    for seed in range(2):       # near limits, so that for some sentences fewer have ended than are wanted
+    for seed in (0, 5):         # near limits, so that for some sentences fewer have ended than are wanted
         model, src = make(seed), sources(6)
         for i, found in enumerate(beam_search(model, src, 4, max_extra=0, n_best=4)):
             same(found, plain_beam(model, alone(src, i), 4, 0.6, max(1, int((src[i] != PAD).sum())), 4))
@@ -276,17 +276,19 @@ def test_pad_and_bos_are_never_written():
 
 
 def test_n_best_are_different_and_sorted():
-    model, src = make(3), sources()
+    model, src = make(), sources()
     found = beam_search(model, src, 6, n_best=6)
     for best, [winner] in zip(found, beam_search(model, src, 6)):
-        assert len({tuple(h.ids) for h in best}) == 6 and max(len(h.ids) for h in best) < 40     # all have ended
-        assert [h.score for h in best] == sorted((h.score for h in best), reverse=True)
+        assert len({tuple(h.ids) for h in best}) == 6
+        n_ended = sum(len(h.ids) < 40 for h in best)        # what was cut off has all positions, and comes last
+        for part in best[:n_ended], best[n_ended:]:
+            assert [h.score for h in part] == sorted((h.score for h in part), reverse=True)
         assert best[0].ids == winner.ids
 
 
 @pytest.mark.parametrize('vocab_size', [4, 5, 6])
 def test_a_vocabulary_smaller_than_the_beam(vocab_size):
-    model, src = make(2, vocab_size=vocab_size), torch.tensor([[3, EOS], [EOS, PAD]])
+    model, src = make(2, 20, vocab_size=vocab_size), torch.tensor([[3, EOS], [EOS, PAD]])
     for i, found in enumerate(beam_search(model, src, 8, 0.6, 3, 5)):
         same(found, plain_beam(model, alone(src, i), 8, 0.6, [5, 4][i], 5))
 
