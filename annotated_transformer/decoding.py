@@ -15,17 +15,17 @@ from .layers import DecoderCache
 from .transformer import Transformer
 from .vocabulary import BOS, EOS, PAD
 
-# %% ../nbs/21_decoding.ipynb #18-032308
+# %% ../nbs/21_decoding.ipynb #18-4bd491
 def length_limits(
     src: Int[Tensor, "b n"], # source ids with EOS, padded with PAD
     max_extra: int, # tokens beyond the source's own number; not negative
     max_len: int,   # positions the model has
 ) -> list[int]: # for each sentence, the most tokens its translation may have, EOS included
-    "Section 6.1: input length + 50, as far as the model has positions. Raises ValueError if `max_extra` is negative."
+    "Section 6.1: input length + 50, as far as the model has positions. ValueError if `max_extra` is negative."
     if max_extra < 0: raise ValueError(f'max_extra={max_extra} must not be negative')
     return [max(1, min(n + max_extra, max_len)) for n in (src != PAD).sum(1).tolist()]
 
-# %% ../nbs/21_decoding.ipynb #21-176e97
+# %% ../nbs/21_decoding.ipynb #21-383188
 class State:
     "A batch that is being decoded: what the decoder has read and written, one row for each hypothesis."
     def __init__(self, model: Transformer, src: Int[Tensor, "b n"]):
@@ -53,7 +53,7 @@ class State:
         self.last = tokens[:, None]
         if rows != list(range(len(self.sentences))):
             for past, _ in self.cache.layers: past.select(index)
-        if sentences != self.sentences: # rows of one sentence share what was read: it moves only with its sentence
+        if sentences != self.sentences: # rows of one sentence share its memory: it moves with its sentence only
             for _, read in self.cache.layers: read.select(index)
             self.memory, self.mask, self.sentences = self.memory[index], self.mask[index], sentences
 
@@ -93,19 +93,19 @@ def length_penalty(
     "Wu et al. (2016): what a log-probability is divided by, lest short translations always win."
     return ((5 + length) / 6) ** alpha
 
-# %% ../nbs/21_decoding.ipynb #48-1a3be2
+# %% ../nbs/21_decoding.ipynb #48-06ec2f
 class Beam:
     "The hypotheses of one sentence: at most `size` that are being written, and the best that have ended."
     def __init__(self, size: int, alpha: float, limit: int, n_best: int):
         self.size, self.alpha, self.limit, self.n_best, self.length = size, alpha, limit, n_best, 0
-        self.live: list[tuple[list[int], float]] = [([], 0.0)] # ids so far and their log-probability, best first
+        self.live: list[tuple[list[int], float]] = [([], 0.0)] # ids so far, log-probability: best first
         self.ended: list[Hypothesis] = []                      # the `n_best` of them, best first
 
     def grow(
         self,
         candidates: list[tuple[int, int, float]], # place among the live, token, log-probability: best first
-    ) -> list[tuple[int, int]]: # for each hypothesis that is live now: the place it grew from, and its token
-        "One step: candidates that say EOS have ended, the others live on. At the limit what still lives is cut off."
+    ) -> list[tuple[int, int]]: # place and token of each that lives on
+        "One step: candidates that say EOS have ended. At the limit, what lives is cut off."
         self.length += 1
         before, self.live, steps = self.live, [], []
         for parent, token, log_prob in candidates:
@@ -131,11 +131,11 @@ class Beam:
         if not self.live or self.length == self.limit: return True
         return len(self.ended) == self.n_best and self.ended[-1].score >= self.reach()
 
-# %% ../nbs/21_decoding.ipynb #56-06c174
+# %% ../nbs/21_decoding.ipynb #56-3f948e
 def best_continuations(
     log_probs: Float[Tensor, "r v"], # of the next token, one row for each live hypothesis
     beams: list[Beam],               # whose hypotheses the rows are, in order; all of one size
-) -> list[list[tuple[int, int, float]]]: # for each beam, best first: place among its live, token, log-probability
+) -> list[list[tuple[int, int, float]]]: # for each beam: place among its live, token, log-probability; best first
     "The `size` likeliest ways to go on with each sentence; fewer where there are fewer."
     size, live, device = beams[0].size, [len(beam.live) for beam in beams], log_probs.device
     widest, best = max(live), min(size, log_probs.size(1))
@@ -150,7 +150,7 @@ def best_continuations(
     chosen = zip((at // best).tolist(), named.view(len(beams), -1).gather(1, at).tolist(), top.tolist())
     return [[c for c in zip(*line) if c[2] > -torch.inf] for line in chosen]
 
-# %% ../nbs/21_decoding.ipynb #60-6eb7ed
+# %% ../nbs/21_decoding.ipynb #60-326202
 @torch.inference_mode()
 def beam_search(
     model: Transformer,      # in evaluation mode
@@ -160,10 +160,12 @@ def beam_search(
     max_extra: int = 50,     # a translation has at most so many tokens more than its source (6.1)
     n_best: int = 1,         # translations wanted per sentence, at most `beam_size`
 ) -> list[list[Hypothesis]]: # for each sentence its best translations, best first; cut-off ones last
-    "Section 6.1: keep the `beam_size` likeliest beginnings of each sentence at once. Raises ValueError for sizes that cannot be."
-    if not 1 <= n_best <= beam_size: raise ValueError(f'n_best={n_best} must lie between 1 and beam_size={beam_size}')
+    "Section 6.1: keep the `beam_size` likeliest beginnings of each sentence. ValueError for settings that cannot be."
+    if not 1 <= n_best <= beam_size:
+        raise ValueError(f'n_best={n_best} must lie between 1 and beam_size={beam_size}')
     if not alpha >= 0: raise ValueError(f'alpha={alpha} must not be negative')
-    beams = [Beam(beam_size, alpha, limit, n_best) for limit in length_limits(src, max_extra, model.config.max_len)]
+    limits = length_limits(src, max_extra, model.config.max_len)
+    beams = [Beam(beam_size, alpha, limit, n_best) for limit in limits]
     state, live = State(model, src), beams
     while live:
         rows, tokens, going, first = [], [], [], 0 # `first`: where a sentence's hypotheses start among all rows

@@ -26,7 +26,7 @@ class Scores:
         return (f'BLEU {self.bleu:.2f} ({self.signature}), chrF {self.chrf:.2f} ({self.chrf_signature}), '
                 f'{self.sentences} sentences')
 
-# %% ../nbs/22_scoring.ipynb #17-56b15f
+# %% ../nbs/22_scoring.ipynb #17-31bd07
 def score(
     translations: Sequence[str], # detokenised, cased: as a reader would see them
     references: Sequence[str],   # one for each translation
@@ -36,19 +36,20 @@ def score(
     if isinstance(translations, str) or isinstance(references, str):
         raise ValueError('a corpus is a list of sentences: put a single one into a list')
     if len(translations) != len(references):
-        raise ValueError(f'{len(translations)} translations cannot be scored against {len(references)} references')
+        raise ValueError(f'{len(translations)} translations cannot be scored '
+                         f'against {len(references)} references')
     if not references: raise ValueError('there is nothing to score: no translations')
     bleu, chrf = BLEU(), CHRF()
     b, c = (metric.corpus_score(list(translations), [list(references)]) for metric in (bleu, chrf))
     return Scores(b.score, str(bleu.get_signature()), c.score, str(chrf.get_signature()), len(references))
 
-# %% ../nbs/22_scoring.ipynb #42-d8a056
+# %% ../nbs/22_scoring.ipynb #42-2b3e03
 def score_groups(
     translations: Sequence[str],
     references: Sequence[str],       # one for each translation
     groups: Sequence[Iterable[str]], # for each sentence the names of the groups that it belongs to: any number
 ) -> dict[str, Scores]: # by name, in alphabetical order
-    "Scores of each group's sentences alone: by phenomenon, by length, by topic. Raises ValueError unless counts agree."
+    "Scores of each group's sentences alone: by phenomenon, by length, by topic. ValueError unless counts agree."
     if not len(translations) == len(references) == len(groups):
         raise ValueError(f'{len(translations)} translations, {len(references)} references and '
                          f'{len(groups)} sets of groups: there must be one of each for a sentence')
@@ -65,17 +66,18 @@ def perplexity(
     "Among how many equally likely tokens the model seems to choose. Comparable only over the same tokens."
     return math.inf if loss > 700 else math.exp(loss) # 700: beyond it the power leaves a float's range
 
-# %% ../nbs/22_scoring.ipynb #55-65d4a6
+# %% ../nbs/22_scoring.ipynb #55-25f3e3
 def average_weights(
     paths: Sequence[str | Path], # safetensors files of one architecture
 ) -> dict[str, Tensor]: # float32, by name
-    "Section 6.1: the mean of each weight over several checkpoints. Raises ValueError for none, or for unlike ones."
+    "Section 6.1: the mean of each weight over several checkpoints. ValueError for none, or for unlike ones."
     if not paths: raise ValueError('there are no checkpoints to average')
     total = {name: w.double() for name, w in safetensors.torch.load_file(paths[0]).items()}
     for path in paths[1:]:
         weights = safetensors.torch.load_file(path)
         sizes = [{name: tuple(w.shape) for name, w in ws.items()} for ws in (total, weights)]
-        if sizes[0] != sizes[1]: raise ValueError(f'{path} cannot be averaged with {paths[0]}: their weights differ in '
-                                                  f'{sorted({name for name, _ in sizes[0].items() ^ sizes[1].items()})}')
+        if sizes[0] != sizes[1]:
+            raise ValueError(f'{path} cannot be averaged with {paths[0]}: their weights differ in '
+                             f'{sorted({name for name, _ in sizes[0].items() ^ sizes[1].items()})}')
         for name, w in weights.items(): total[name] += w
     return {name: (w / len(paths)).float() for name, w in total.items()}

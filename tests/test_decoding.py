@@ -255,6 +255,7 @@ def test_edges(search):
     ids = [[x.ids for x in (y if isinstance(y, list) else [y])] for y in (h, again)]
     assert ids[0] == ids[1]                                         # padding is not seen
     assert len(search(model, torch.tensor([[PAD, PAD], [5, EOS]]), max_extra=0)) == 2
+    assert length_limits(torch.tensor([[PAD, PAD], [5, EOS]]), 0, 40) == [1, 2]
     with pytest.raises(ValueError, match='max_extra=-3 must not be negative'): search(model, sources(), max_extra=-3)
     with pytest.raises(ValueError, match='max_len=40'): search(model, torch.full((1, 41), 5))
 

@@ -16,7 +16,7 @@ from annotated_transformer.vocabulary import (BOS, EOS, PAD, SPECIALS, UNK, Byte
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get('ANNOTATED_TRANSFORMER_MULTI30K') or ROOT.parent/'shared/data/multi30k')
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f'no Multi30k: set ANNOTATED_TRANSFORMER_MULTI30K to its folder')
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason='no Multi30k: set ANNOTATED_TRANSFORMER_MULTI30K to its folder')
 LANGS = 'en', 'de'
 
 
@@ -84,6 +84,18 @@ def test_words_need_a_known_language(pairs):
     for lang in (None, 'fr'):
         with pytest.raises(ValueError, match='this tokenizer knows en, de'): words.encode('a', lang)
     with pytest.raises(ValueError, match="no tokenizer for 'qq'"): train_tokenizer('words', pairs, ('en', 'qq'))
+
+
+def test_a_word_spelled_like_a_special_one_is_unknown():
+    "Whatever cuts the words: this cutter keeps <eos> in one piece."
+    words = WordTokenizer([*SPECIALS, 'a'], LANGS)
+    words.splitters['en'] = lambda text: [(word, True) for word in text.split()]
+    assert words.encode(' '.join(SPECIALS) + ' a b', 'en') == [UNK]*4 + [4, UNK]
+
+
+def test_a_joiner_in_the_text_joins_nothing():
+    words = WordTokenizer.train([('en', ['a ￭ b', 'a-￭ b'])], min_freq=1)
+    assert [words.decode(words.encode(text, 'en')) for text in ('a ￭ b', 'a-￭ b')] == ['a ■ b', 'a-■ b']
 
 
 @pytest.mark.parametrize('kind', ['bpe', 'words'])
@@ -197,6 +209,9 @@ def test_write_whole_through_a_link(tmp_path):
     finally: os.umask(before)
     assert (tmp_path/'link').is_symlink() and (tmp_path/'real'/'a.txt').read_text() == 'x'
     assert (tmp_path/'real'/'a.txt').stat().st_mode & 0o777 == 0o640
+    with open(tmp_path/'link') as reader:
+        write_whole(tmp_path/'link', 'y')
+        assert reader.read() == 'x'               # who has the old file open keeps the whole of it
 
 
 @pytest.mark.skipif(os.name == 'nt', reason='limits are those of POSIX')
