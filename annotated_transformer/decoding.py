@@ -131,7 +131,7 @@ class Beam:
         if not self.live or self.length == self.limit: return True
         return len(self.ended) == self.n_best and self.ended[-1].score >= self.reach()
 
-# %% ../nbs/21_decoding.ipynb #56-3f948e
+# %% ../nbs/21_decoding.ipynb #58-3f948e
 def best_continuations(
     log_probs: Float[Tensor, "r v"], # of the next token, one row for each live hypothesis
     beams: list[Beam],               # whose hypotheses the rows are, in order; all of one size
@@ -150,7 +150,7 @@ def best_continuations(
     chosen = zip((at // best).tolist(), named.view(len(beams), -1).gather(1, at).tolist(), top.tolist())
     return [[c for c in zip(*line) if c[2] > -torch.inf] for line in chosen]
 
-# %% ../nbs/21_decoding.ipynb #60-326202
+# %% ../nbs/21_decoding.ipynb #62-326202
 @torch.inference_mode()
 def beam_search(
     model: Transformer,      # in evaluation mode
