@@ -4,7 +4,7 @@
 __all__ = ['padding_mask', 'causal_mask', 'attention', 'fast_attention', 'KeyValueCache', 'split_heads', 'join_heads',
            'MultiHeadAttention', 'record_attention']
 
-# %% ../nbs/01_attention.ipynb #02-ca1541
+# %% ../nbs/01_attention.ipynb #03-ca1541
 import math
 from contextlib import contextmanager
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-# %% ../nbs/01_attention.ipynb #24-addcbd
+# %% ../nbs/01_attention.ipynb #25-addcbd
 def padding_mask(
     ids: Int[Tensor, "b n"], # token ids of the sentences that are looked at
     pad: int,                # the id that fills short rows up
@@ -21,7 +21,7 @@ def padding_mask(
     "True at real tokens: padding is never looked at, by any head or query."
     return (ids != pad)[:, None, None, :]
 
-# %% ../nbs/01_attention.ipynb #27-68e1ff
+# %% ../nbs/01_attention.ipynb #28-68e1ff
 def causal_mask(
     m: int,               # queries: the last `m` of the `n` positions
     n: int | None = None, # keys; as many as queries unless given
@@ -31,7 +31,7 @@ def causal_mask(
     n = m if n is None else n
     return torch.ones(m, n, dtype=torch.bool, device=device).tril(n - m)[None, None]
 
-# %% ../nbs/01_attention.ipynb #42-2d60d0
+# %% ../nbs/01_attention.ipynb #43-2d60d0
 def attention(
     query: Float[Tensor, "*b m d_k"], # what each position asks
     key: Float[Tensor, "*b n d_k"],   # what each position offers to be found by
@@ -46,7 +46,7 @@ def attention(
         weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~mask, 0)
     return weights @ value, weights
 
-# %% ../nbs/01_attention.ipynb #50-775714
+# %% ../nbs/01_attention.ipynb #51-775714
 def fast_attention(
     query: Float[Tensor, "*b m d_k"],
     key: Float[Tensor, "*b n d_k"],
@@ -58,7 +58,7 @@ def fast_attention(
     blind = ~mask.any(-1, keepdim=True)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask | blind).masked_fill(blind, 0)
 
-# %% ../nbs/01_attention.ipynb #62-330a4b
+# %% ../nbs/01_attention.ipynb #63-330a4b
 class KeyValueCache:
     "Keys and values of positions already seen by one attention; a `fixed` one is filled once (the memory)."
     def __init__(self, fixed: bool = False):
@@ -84,7 +84,7 @@ class KeyValueCache:
         "Keep these rows of the batch: a beam reorders its hypotheses, finished ones leave. Empty stays empty."
         if self.key is not None: self.key, self.value = self.key[rows], self.value[rows]
 
-# %% ../nbs/01_attention.ipynb #72-37b96d
+# %% ../nbs/01_attention.ipynb #73-37b96d
 def split_heads(
     x: Float[Tensor, "b n hd"], # all heads' features side by side
     n_heads: int,               # h, which divides the features
@@ -98,7 +98,7 @@ def join_heads(
     "Put the heads' features side by side again."
     return x.transpose(1, 2).flatten(2)
 
-# %% ../nbs/01_attention.ipynb #75-b5f3fb
+# %% ../nbs/01_attention.ipynb #76-b5f3fb
 class MultiHeadAttention(nn.Module):
     "Section 3.2.2: `n_heads` attentions side by side. ValueError unless heads divide `d_model` or have own sizes."
     def __init__(
@@ -137,7 +137,7 @@ class MultiHeadAttention(nn.Module):
             self._seen.append(weights.detach())
         return self.output(join_heads(heads))
 
-# %% ../nbs/01_attention.ipynb #87-d9d496
+# %% ../nbs/01_attention.ipynb #88-d9d496
 @contextmanager
 def record_attention(
     model: nn.Module, # anything that holds `MultiHeadAttention` modules

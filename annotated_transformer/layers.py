@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['Norm', 'FeedForward', 'AddNorm', 'EncoderLayer', 'Encoder', 'DecoderLayer', 'DecoderCache', 'Decoder']
 
-# %% ../nbs/03_layers.ipynb #02-91cc05
+# %% ../nbs/03_layers.ipynb #03-91cc05
 from typing import Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .attention import KeyValueCache, MultiHeadAttention
 
-# %% ../nbs/03_layers.ipynb #06-382156
+# %% ../nbs/03_layers.ipynb #07-382156
 class FeedForward(nn.Module):
     "Equation 2: the same two-layer network at every position."
     def __init__(
@@ -27,7 +27,7 @@ class FeedForward(nn.Module):
         "Widen, cut off below zero, narrow."
         return self.outer(self.inner(x).relu())
 
-# %% ../nbs/03_layers.ipynb #29-efce54
+# %% ../nbs/03_layers.ipynb #30-efce54
 Norm = Literal['post', 'pre']
 
 class AddNorm(nn.Module):
@@ -51,7 +51,7 @@ class AddNorm(nn.Module):
         if self.pre: return x + self.dropout(sublayer(self.norm(x)))
         return self.norm(x + self.dropout(sublayer(x)))
 
-# %% ../nbs/03_layers.ipynb #34-917521
+# %% ../nbs/03_layers.ipynb #35-917521
 class EncoderLayer(nn.Module):
     "Left half of Figure 1: the source reads itself, then every position thinks for itself."
     def __init__(
@@ -78,7 +78,7 @@ class EncoderLayer(nn.Module):
         x = self.add_norms[0](x, lambda x: self.self_attention(x, x, x, mask))
         return self.add_norms[1](x, self.feed_forward)
 
-# %% ../nbs/03_layers.ipynb #42-841e95
+# %% ../nbs/03_layers.ipynb #43-841e95
 class Encoder(nn.Module):
     "`n_layers` encoder layers, one on top of the other."
     def __init__(
@@ -103,7 +103,7 @@ class Encoder(nn.Module):
         for layer in self.layers: x = layer(x, mask)
         return self.norm(x)
 
-# %% ../nbs/03_layers.ipynb #51-b17959
+# %% ../nbs/03_layers.ipynb #52-b17959
 class DecoderLayer(nn.Module):
     "Right half of Figure 1: the target reads its own past, then the source, then thinks for itself."
     def __init__(
@@ -136,7 +136,7 @@ class DecoderLayer(nn.Module):
         x = self.add_norms[1](x, lambda x: self.cross_attention(x, memory, memory, memory_mask, read))
         return self.add_norms[2](x, self.feed_forward)
 
-# %% ../nbs/03_layers.ipynb #56-8dfcc8
+# %% ../nbs/03_layers.ipynb #57-8dfcc8
 class DecoderCache:
     "What a decoder need not compute again: one growing and one fixed `KeyValueCache` per layer."
     def __init__(self, n_layers: int):
@@ -151,7 +151,7 @@ class DecoderCache:
         "Keep these rows in every layer."
         for past, read in self.layers: past.select(rows), read.select(rows)
 
-# %% ../nbs/03_layers.ipynb #59-945890
+# %% ../nbs/03_layers.ipynb #60-945890
 class Decoder(nn.Module):
     "`n_layers` decoder layers, one on top of the other."
     def __init__(

@@ -169,6 +169,13 @@ def test_equals_torch(n_heads, causal, padded):
     torch.testing.assert_close(maps[''][0], weights)
 
 
+def test_keys_and_values_from_different_places():
+    torch.manual_seed(0)
+    ours = MultiHeadAttention(12, 3)
+    x, keys, values = torch.randn(2, 5, 12), torch.randn(2, 7, 12), torch.randn(2, 7, 12)
+    torch.testing.assert_close(ours(x, keys, values), torch_twin(ours, 12)(x, keys, values)[0])
+
+
 @pytest.mark.parametrize('watched', [False, True])
 def test_an_empty_sentence_in_training(watched):
     "Its outputs are the bias of the last projection, and no parameter gets a NaN."

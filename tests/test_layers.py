@@ -162,6 +162,13 @@ def test_dropout_acts_on_sublayers_in_training_only(norm):
     assert torch.equal(layer(x), layer(x))
 
 
+def test_dropout_spares_what_was_there():
+    "With everything dropped that a sublayer adds, pre-norm returns its input; post-norm, the default, normalizes it."
+    x, ff = torch.randn(2, 5, 8) + 3, FeedForward(8, 16)
+    assert torch.equal(AddNorm(8, 1., 'pre')(x, ff), x)
+    torch.testing.assert_close(AddNorm(8, 1.)(x, ff), nn.functional.layer_norm(x, (8,)))
+
+
 def test_head_sizes_reach_every_attention():
     for stack, per_layer in ((Encoder(2, 12, 5, 20, d_k=4, d_v=3), 1), (Decoder(2, 12, 5, 20, d_k=4, d_v=3), 2)):
         attentions = [m for m in stack.modules() if isinstance(m, MultiHeadAttention)]
