@@ -37,9 +37,11 @@ def attention(
     key: Float[Tensor, "*b n d_k"],   # what each position offers to be found by
     value: Float[Tensor, "*b n d_v"], # what each position gives when it is found
     mask: Bool[Tensor, "*#b #m n"] | None = None, # True where a query may look
+    bias: Float[Tensor, "*#b #m n"] | None = None, # added to the scores: what is known of two places beforehand
 ) -> tuple[Float[Tensor, "*b m d_v"], Float[Tensor, "*b m n"]]: # outputs and weights
     "Scaled dot-product attention (equation 1); a query that may look nowhere gets zeros."
     scores = query @ key.mT / math.sqrt(query.size(-1))  # (*b, m, n)
+    if bias is not None: scores = scores + bias
     if mask is None:
         weights = scores.softmax(-1)
     else:
@@ -52,11 +54,14 @@ def fast_attention(
     key: Float[Tensor, "*b n d_k"],
     value: Float[Tensor, "*b n d_v"],
     mask: Bool[Tensor, "*#b #m n"] | None = None, # True where a query may look
+    bias: Float[Tensor, "*#b #m n"] | None = None, # added to the scores
 ) -> Float[Tensor, "*b m d_v"]:
     "The outputs of `attention` by torch's fused kernels, which never hold the weights."
-    if mask is None: return F.scaled_dot_product_attention(query, key, value)
+    if mask is None: return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
     blind = ~mask.any(-1, keepdim=True)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask | blind).masked_fill(blind, 0)
+    visible = mask | blind
+    if bias is not None: visible = torch.where(visible, bias, -math.inf)  # one tensor says both
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible).masked_fill(blind, 0)
 
 # %% ../nbs/01_attention.ipynb #63-330a4b
 class KeyValueCache:
@@ -107,6 +112,7 @@ class MultiHeadAttention(nn.Module):
         n_heads: int,           # h
         d_k: int | None = None, # width of one head's queries and keys; d_model/h unless given
         d_v: int | None = None, # width of one head's values; d_model/h unless given
+        positions: nn.Module | None = None, # what shows the heads how far apart two places are (page 02)
     ):
         super().__init__()
         if n_heads < 1 or None in (d_k, d_v) and d_model % n_heads:
@@ -115,7 +121,8 @@ class MultiHeadAttention(nn.Module):
         d_k, d_v = d_k or d_model // n_heads, d_v or d_model // n_heads
         self.query, self.key = nn.Linear(d_model, n_heads * d_k), nn.Linear(d_model, n_heads * d_k)
         self.value, self.output = nn.Linear(d_model, n_heads * d_v), nn.Linear(n_heads * d_v, d_model)
-        self.n_heads, self._seen = n_heads, None  # `_seen` is a list while `record_attention` watches
+        self.n_heads, self.positions = n_heads, positions
+        self._seen = None  # a list while `record_attention` watches
 
     def forward(
         self,
@@ -126,14 +133,16 @@ class MultiHeadAttention(nn.Module):
         cache: KeyValueCache | None = None, # keys and values from earlier calls
     ) -> Float[Tensor, "b m d"]:
         "Project, split into heads, attend, join, project."
-        query = split_heads(self.query(query), self.n_heads)
+        query, bias = split_heads(self.query(query), self.n_heads), None
         if cache is not None and cache.fixed and len(cache): key, value = cache.key, cache.value
         else:
             key, value = (split_heads(f(x), self.n_heads) for f, x in ((self.key, key), (self.value, value)))
+            if self.positions is not None:
+                query, key, bias = self.positions(query, key, 0 if cache is None else len(cache))
             if cache is not None: key, value = cache.append(key, value)
-        if self._seen is None: heads = fast_attention(query, key, value, mask)
+        if self._seen is None: heads = fast_attention(query, key, value, mask, bias)
         else:
-            heads, weights = attention(query, key, value, mask)
+            heads, weights = attention(query, key, value, mask, bias)
             self._seen.append(weights.detach())
         return self.output(join_heads(heads))
 

@@ -63,9 +63,10 @@ class EncoderLayer(nn.Module):
         norm: Norm = 'post',
         d_k: int | None = None, # width of one head's queries and keys; d_model/h unless given
         d_v: int | None = None, # width of one head's values; d_model/h unless given
+        positions: nn.Module | None = None, # what shows self-attention how far apart two places are (page 02)
     ):
         super().__init__()
-        self.self_attention = MultiHeadAttention(d_model, n_heads, d_k, d_v)
+        self.self_attention = MultiHeadAttention(d_model, n_heads, d_k, d_v, positions)
         self.feed_forward = FeedForward(d_model, d_ff)
         self.add_norms = nn.ModuleList(AddNorm(d_model, dropout, norm) for _ in range(2))
 
@@ -115,9 +116,10 @@ class DecoderLayer(nn.Module):
         norm: Norm = 'post',
         d_k: int | None = None, # width of one head's queries and keys; d_model/h unless given
         d_v: int | None = None, # width of one head's values; d_model/h unless given
+        positions: nn.Module | None = None, # what shows self-attention how far apart two places are (page 02)
     ):
         super().__init__()
-        self.self_attention = MultiHeadAttention(d_model, n_heads, d_k, d_v)
+        self.self_attention = MultiHeadAttention(d_model, n_heads, d_k, d_v, positions)
         self.cross_attention = MultiHeadAttention(d_model, n_heads, d_k, d_v)
         self.feed_forward = FeedForward(d_model, d_ff)
         self.add_norms = nn.ModuleList(AddNorm(d_model, dropout, norm) for _ in range(3))

@@ -15,10 +15,11 @@ def make_optimizer(
     rate: float = 0.0,                         # learning rate until `set_rate` gives one: nothing moves before
     betas: tuple[float, float] = (0.9, 0.98),  # what the running means keep at each update: of the gradient, of its square
     eps: float = 1e-9,                         # keeps the division finite where every gradient was 0
+    fused: bool = True,                        # one pass over all weights, where the device has it
 ) -> torch.optim.Adam:
     "Adam with the settings of section 5.3."
     parameters = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-    fused = all(p.is_floating_point() and p.device.type in ('cpu', 'cuda') for p in parameters)
+    fused = fused and all(p.is_floating_point() and p.device.type in ('cpu', 'cuda') for p in parameters)
     return torch.optim.Adam(parameters, lr=rate, betas=betas, eps=eps, fused=fused or None)
 
 # %% ../nbs/14_optimizer.ipynb #18-a2e8ad

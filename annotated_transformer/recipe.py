@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'MADE', 'RunConfig', 'default_run', 'differences', 'settings', 'claim', 'run_tokenizer', 'evaluate',
-           'versions', 'train_translator', 'phenomenon_scores']
+           'versions', 'open_run', 'new_model', 'train_translator', 'phenomenon_scores']
 
 # %% ../nbs/24_en_de.ipynb #02-24368d
 import json, platform, shutil
@@ -13,11 +13,13 @@ from typing import Literal
 import torch
 
 import annotated_transformer
-from .batches import BatchLoader, encode_pairs
+from .batches import Batch, BatchLoader, encode_pairs
 from .corpora import Corpus, CorpusConfig, load_corpus
 from .scoring import Scores, score, score_groups
 from .toy_languages import toy_ende
-from .training import TrainConfig, Trainer, save_model
+from .checkpoints import save_model
+from .distributed import World
+from .training import TrainConfig, Trainer
 from .transformer import Transformer, TransformerConfig
 from .translator import Translator, best_device
 from .vocabulary import Tokenizer, load_tokenizer, train_tokenizer, write_whole
@@ -31,6 +33,11 @@ class RunConfig:
     training: TrainConfig
     tokenizer: Literal['bpe', 'words'] = 'bpe' # byte-pair encoding, or whole words
     val_sentences: int = 0 # sentences of `val` translated greedily for a BLEU at each validation; 0: none
+
+    def __post_init__(self):
+        if self.val_sentences < 0: raise ValueError(f'val_sentences={self.val_sentences} must be at least 0')
+        if self.training.monitor == 'val_bleu' and not self.val_sentences:
+            raise ValueError("monitor='val_bleu' needs a BLEU at each validation: set val_sentences, to 200 say")
 
 # %% ../nbs/24_en_de.ipynb #08-6108ba
 RECIPES = {
@@ -68,7 +75,7 @@ def settings(config: RunConfig) -> dict:
     return json.loads(json.dumps(asdict(config), default=str))
 
 # %% ../nbs/24_en_de.ipynb #14-c8d805
-MADE = ('run.json', 'log.jsonl', 'config.json', 'model.safetensors', 'tokenizer.json', 'training.json', 'checkpoints')
+MADE = ('run.json', 'log.jsonl', 'clock.jsonl', 'tensorboard', 'config.json', 'model.safetensors', 'tokenizer.json', 'training.json', 'checkpoints')
 
 def claim(
     out: Path,
@@ -114,36 +121,52 @@ def versions() -> dict[str, str]:
                 tokenizers=tokenizers.__version__, python=platform.python_version(), threads=str(torch.get_num_threads()),
                 device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine())
 
+# %% ../nbs/24_en_de.ipynb #23-f0fc27
+def open_run(config: RunConfig, out: Path, overwrite: bool = False, world: World = World()) -> tuple[Corpus, Tokenizer]:
+    "The corpus and the vocabulary of a run, whose folder is claimed for it. Raises ValueError if it belongs to another."
+    corpus = load_corpus(config.corpus)
+    if world.leader:
+        overwrite = overwrite and not world.restarted
+        tokenizer = run_tokenizer(out, config, corpus, overwrite) # before the folder: what cannot be leaves none
+        claim(out, config, overwrite)
+        tokenizer.save(out / 'tokenizer.json')
+    world.wait()
+    return corpus, load_tokenizer(out / 'tokenizer.json')
+
+def new_model(config: RunConfig, tokenizer: Tokenizer) -> Transformer:
+    "The untrained model of a run: its weights are a function of the seed."
+    torch.manual_seed(config.training.seed)
+    return Transformer(replace(config.model, vocab_size=len(tokenizer))).to(best_device())
+
 # %% ../nbs/24_en_de.ipynb #21-9bb1c9
 def train_translator(
     config: RunConfig,
     out: str | Path,            # the run's folder; an unfinished run of the same settings goes on there
     overwrite: bool = False,    # start anew whatever `out` holds
     progress_bar: bool = True,
+    watch=None,                 # (rows of the log) -> None: `LiveHistory()` draws them in a notebook
+    world: World = World(),     # the processes that train together; `join()` under torchrun
 ) -> Translator:
     "Corpus, vocabulary, batches, model, training, folder: all of section 5, and the validation score."
-    out, corpus = Path(out), load_corpus(config.corpus)
-    train_pairs, val_pairs = corpus['train'], corpus['val']
-    tokenizer = run_tokenizer(out, config, corpus, overwrite) # before the folder: what cannot be leaves none
-    claim(out, config, overwrite)
+    out, c = Path(out), config.training
+    corpus, tokenizer = open_run(config, out, overwrite, world)
     if (out / 'training.json').is_file(): return Translator.load(out)
-    tokenizer.save(out / 'tokenizer.json')
-    torch.manual_seed(config.training.seed)
-    model = Transformer(replace(config.model, vocab_size=len(tokenizer))).to(best_device())
     def ids(pairs): return encode_pairs(pairs, tokenizer, corpus.langs, config.model.max_len)
     def save(model, folder):
         save_model(model, folder)
         tokenizer.save(Path(folder) / 'tokenizer.json')
     def bleu(model):
-        some = val_pairs[:config.val_sentences]
+        some = corpus['val'][:config.val_sentences]
         return dict(val_bleu=evaluate(Translator(model, tokenizer), some, beam_size=1)[0].bleu) if some else {}
-    batches = BatchLoader(ids(train_pairs), config.training.max_tokens, seed=config.training.seed)
-    val_batches = list(BatchLoader(ids(val_pairs), config.training.max_tokens, shuffle=False).epoch(0))
-    trainer = Trainer(model, batches, val_batches, config.training, out, bleu, save, progress_bar)
+    batches = BatchLoader(ids(corpus['train']), c.max_tokens, c.seed, rank=world.rank, world=world.size)
+    val_batches = list(BatchLoader(ids(corpus['val']), c.max_tokens, shuffle=False).epoch(0))
+    trainer = Trainer(new_model(config, tokenizer), batches, val_batches, c, out, bleu, save, progress_bar, watch, world)
     translator = Translator(trainer.fit(), tokenizer)
-    scores = evaluate(translator, val_pairs)[0]
-    translator.training = dict(run=settings(config), progress=asdict(trainer.at), val=asdict(scores), versions=versions())
-    translator.save(out)
+    if world.leader:
+        scores = evaluate(translator, corpus['val'])[0]
+        translator.training = dict(run=settings(config), progress=asdict(trainer.at), val=asdict(scores), versions=versions())
+        translator.save(out)
+    world.wait()
     return translator
 
 # %% ../nbs/24_en_de.ipynb #31-aec218

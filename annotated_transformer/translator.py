@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from .attention import record_attention
 from .decoding import Hypothesis, beam_search, greedy
-from .training import load_model, save_model
+from .checkpoints import load_model, save_model
 from .transformer import Transformer
 from .vocabulary import BOS, EOS, PAD, Tokenizer, load_tokenizer, write_whole
 

@@ -2,10 +2,10 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'DASHES', 'plot_heatmap', 'plot_attention', 'plot_mask', 'plot_attention_grid', 'plot_lines',
-           'plot_history', 'plot_alignment', 'plot_tree', 'plot_architecture']
+           'plot_history', 'LiveHistory', 'plot_alignment', 'plot_tree', 'plot_architecture']
 
 # %% ../nbs/30_attention_maps.ipynb #02-035528
-import math
+import math, sys, time
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -178,7 +178,7 @@ def plot_lines(
 
 # %% ../nbs/30_attention_maps.ipynb #34-4ed1d4
 def plot_history(
-    rows: Iterable[Mapping], # the training log: rows with 'step' and any of 'loss', 'val_loss', 'bleu'
+    rows: Iterable[Mapping], # the training log: rows with 'step' and any of 'loss', 'val_loss', 'val_bleu'
     title: str = 'Training', # what the picture shows
     ax=None,                 # matplotlib axes to draw on; new ones by default
 ): # matplotlib Axes (of the losses)
@@ -191,13 +191,34 @@ def plot_history(
     ax, drawn = _axes(ax, (6, 3.4)), []
     if loss := series('loss'): drawn += ax.plot(*loss, color=COLOURS[0], linewidth=1.3, label='training loss')
     if val := series('val_loss'): drawn += ax.plot(*val, 'o--', color=COLOURS[1], markersize=5, label='validation loss')
-    if bleu := series('bleu'):
+    if bleu := series('val_bleu'):
         right = ax.twinx()
         drawn += right.plot(*bleu, 's:', color=COLOURS[2], markersize=5, label='validation BLEU')
         right.set(ylabel='BLEU', ylim=(0, None))
     ax.set(title=title, xlabel='step', ylabel='loss (nats per token)')
     ax.grid(alpha=0.3); ax.legend(handles=drawn, frameon=False, loc='center right')
     return ax
+
+# %% ../nbs/30_attention_maps.ipynb #38-a5919f
+class LiveHistory:
+    "A loss curve that grows in a notebook while a run goes on: hand it to a trainer as `watch`."
+    def __init__(
+        self,
+        title: str = 'Training',
+        every: float = 1.0, # seconds between pictures, validations excepted: those are drawn at once
+    ):
+        self.title, self.every, self.drawn, self.place = title, every, -math.inf, None
+
+    def __call__(self, rows: Iterable[Mapping]) -> None:
+        "Draw the rows so far over the picture before."
+        import matplotlib.pyplot as plt
+        rows, ipython = list(rows), sys.modules.get('IPython') # nobody has a notebook who has not loaded it
+        early = time.monotonic() - self.drawn < self.every and 'val_loss' not in rows[-1]
+        if early or not ipython or not ipython.get_ipython() or not any('loss' in r or 'val_loss' in r for r in rows): return
+        figure, self.drawn = plot_history(rows, self.title).figure, time.monotonic()
+        if self.place: self.place.update(figure)
+        else: self.place = ipython.display.display(figure, display_id=True)
+        plt.close(figure)
 
 # %% ../nbs/30_attention_maps.ipynb #37-2067a2
 def plot_alignment(

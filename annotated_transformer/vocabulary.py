@@ -3,19 +3,27 @@
 # %% auto #0
 __all__ = ['PAD', 'BOS', 'EOS', 'UNK', 'SPECIALS', 'SURROGATES', 'JOINER', 'UNKNOWN', 'TOKENIZERS', 'normalize', 'Vocabulary',
            'build_vocab_from_iterator', 'spacy_splitter', 'join_marks', 'join_words', 'write_whole', 'Tokenizer',
-           'check_specials', 'WordTokenizer', 'BytePairTokenizer', 'train_tokenizer', 'load_tokenizer']
+           'check_specials', 'WordTokenizer', 'BytePairTokenizer', 'train_tokenizer', 'BytePairDropout',
+           'dropout_pairs', 'load_tokenizer', 'read_vectors', 'load_vectors', 'use_vectors']
 
 # %% ../nbs/12_vocabulary.ipynb #02-60cf7b
 import contextlib
+import gzip
 import json
+import math
 import os
+import random
 import re
 import secrets
 import unicodedata
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import SupportsInt
+
+import numpy as np
+from jaxtyping import Float
 
 # %% ../nbs/12_vocabulary.ipynb #06-f0956f
 PAD, BOS, EOS, UNK = range(4)
@@ -168,6 +176,10 @@ class Tokenizer:
         tokens = self.tokens(i for i in ids if i not in (PAD, BOS))
         return self.join([UNKNOWN if token == SPECIALS[UNK] else token for token in tokens])
 
+    def word(self, i: int) -> str:
+        "The word that an id stands for, as a list of words outside of this project has it; '' if it stands for none."
+        return self.token(i) if i >= len(SPECIALS) else ''
+
     def save(self, path: str | Path) -> Path:
         "Write all there is to know to one JSON file, whole or not at all. Raises OSError."
         state = dict(format='annotated_transformer tokenizer', kind=self.kind, langs=list(self.langs))
@@ -216,6 +228,7 @@ class WordTokenizer(Tokenizer):
         return [[max(i, UNK) for i in self.vocabulary(self.split(text, lang))] for text in texts]
 
     def token(self, i: int) -> str: return self.vocabulary.lookup_token(i)
+    def word(self, i: int) -> str: return super().word(i).strip(JOINER)
     def join(self, tokens: Sequence[str]) -> str: return join_words(tokens)
     def __len__(self) -> int: return len(self.vocabulary)
 
@@ -266,6 +279,11 @@ class BytePairTokenizer(Tokenizer):
         return [encoding.ids for encoding in self.model.encode_batch(texts, add_special_tokens=False)]
 
     def token(self, i: int) -> str: return self.model.id_to_token(i)
+    def word(self, i: int) -> str:
+        "As above; a piece from the middle of words is none of them."
+        token = super().word(i)
+        if token.startswith('▁'): return token[1:]
+        return '' if any(map(str.isalnum, token)) else token
     def join(self, tokens: Sequence[str]) -> str: return self.model.decoder.decode(tokens)
     def __len__(self) -> int: return self.model.get_vocab_size()
 
@@ -294,6 +312,87 @@ def train_tokenizer(
     texts = [(lang, [pair[side] for pair in pairs]) for side, lang in enumerate(langs)]
     return TOKENIZERS[kind].train(texts, vocab_size, min_freq)
 
+# %% ../nbs/12_vocabulary.ipynb #drop-03
+class BytePairDropout:
+    "Byte-pair encoding with merges left out at random (Provilkov et al., 2020, algorithm 1)."
+    def __init__(
+        self,
+        tokenizer: Tokenizer, # a `BytePairTokenizer`; ValueError for another kind
+        dropout: float,       # p: the share of possible merges that each step leaves out; 0: none, 1: all
+        room: int = 300_000,  # states of words that are remembered at most, some 0.7 kB each
+    ):
+        if not isinstance(tokenizer, BytePairTokenizer):
+            raise ValueError(f'BPE-dropout leaves out merges, and a tokenizer of kind {tokenizer.kind!r} has none: '
+                             "train one of kind 'bpe', or leave the dropout at 0")
+        if not 0 <= dropout <= 1: raise ValueError(f'the BPE-dropout {dropout} must be from 0 to 1')
+        model = tokenizer.state()['tokenizer']['model']
+        self.tokenizer, self.dropout, self.room, self.ids = tokenizer, dropout, room, model['vocab']
+        self.merges = {(self.ids[a], self.ids[b]): (rank, self.ids[a + b]) for rank, (a, b) in enumerate(model['merges'])}
+        self.starts, self.nexts = {}, {}       # from a word to its first state, from a state to those after it
+
+    def words(self, text: str) -> list[tuple[int, ...]]:
+        "The words of a text as states without a merge: the ids of their characters."
+        model = self.tokenizer.model
+        text = model.normalizer.normalize_str(SURROGATES.sub('\ufffd', text))
+        return [self.starts.get(word) or self.start(word) for word, _ in model.pre_tokenizer.pre_tokenize_str(text)]
+
+    def start(self, word: str) -> tuple[int, ...]:
+        "A word's characters; unknown neighbours are one UNK, as in the library."
+        ids = [self.ids.get(c, UNK) for c in word]
+        if len(self.starts) >= self.room: self.starts.clear()
+        self.starts[word] = state = tuple(i for i, before in zip(ids, [None, *ids]) if not i == before == UNK)
+        return state
+
+    def steps(self, state: tuple[int, ...]) -> list[tuple[int, ...]]:
+        "What one merge can make of a word: the merge that was learned first comes first."
+        found = sorted((self.merges[pair], i) for i, pair in enumerate(zip(state, state[1:])) if pair in self.merges)
+        if len(self.nexts) >= self.room: self.nexts.clear()
+        self.nexts[state] = steps = [state[:i] + (new,) + state[i+2:] for (_, new), i in found]
+        return steps
+
+    def cut(
+        self,
+        words: Iterable[tuple[int, ...]], # from `words`
+        draw: Callable[[], float],        # a generator's `random`
+    ) -> list[int]:
+        "The ids of a text, cut at random."
+        out, nexts, dropout = [], self.nexts, self.dropout
+        for state in words:
+            while True:
+                steps = nexts.get(state)
+                if steps is None: steps = self.steps(state)
+                for after in steps:
+                    if draw() >= dropout: break            # the first merge that is not left out
+                else: break                                # all were: the word is done
+                state = after
+            out += state
+        return out
+
+    def encode_batch(self, texts: Iterable[str], lang: str | None = None, seed: int | str = 0) -> list[list[int]]:
+        "The ids of many texts, a function of the texts and the seed."
+        draw = random.Random(seed).random
+        return [self.cut(self.words(text), draw) for text in texts]
+
+# %% ../nbs/12_vocabulary.ipynb #drop-12
+def dropout_pairs(
+    pairs: Sequence[tuple[str, str]], # (source text, target text)
+    tokenizer: Tokenizer,             # a `BytePairTokenizer`; ValueError for another kind
+    langs: Sequence[str],             # (source language, target language)
+    max_len: int | None = None,       # positions that the model has: what is longer is cut off; None: no limit
+    dropout: float = 0.1,             # share of possible merges left out
+    seed: int = 0,
+) -> Callable[[int], list[tuple[list[int], list[int]]]]: # from an epoch to its (source ids, target ids)
+    "Training pairs that are cut into pieces anew in every epoch, by `BytePairDropout`: a function of seed and epoch."
+    if max_len is not None and max_len < 2: raise ValueError(f'max_len={max_len} leaves no room beside EOS or BOS')
+    dropper, room = BytePairDropout(tokenizer, dropout), None if max_len is None else max_len - 1
+    sides = [[dropper.words(pair[side]) for pair in pairs] for side, _ in enumerate(langs)]
+
+    def epoch_pairs(epoch):
+        draw = random.Random(f'{seed} {epoch}').random
+        src, tgt = ([dropper.cut(words, draw)[:room] for words in side] for side in sides)
+        return list(zip(src, tgt))
+    return epoch_pairs
+
 # %% ../nbs/12_vocabulary.ipynb #61-49791f
 def load_tokenizer(
     path: str | Path, # a file that `save` wrote
@@ -307,3 +406,81 @@ def load_tokenizer(
     except Exception as error:     # tokenizers raises Exception itself for what it cannot read
         reason = str(error).partition('\n')[0]
         raise ValueError(f'{path} is a broken tokenizer file: {type(error).__name__}: {reason}') from error
+
+# %% ../nbs/12_vocabulary.ipynb #vec-01
+def read_vectors(
+    path: str | Path,              # GloVe's or fastText's text format, gzipped or not
+    d_model: int,                  # numbers of each vector
+    wanted: Callable[[str], bool], # is this word's vector needed?
+) -> Iterator[tuple[str, list[float]]]:
+    "The wanted words and their vectors, as they come. Raises OSError; ValueError for another width or, with its number, a bad line."
+    with open(path, 'rb') as file: opener = gzip.open if file.read(2) == b'\x1f\x8b' else open
+    number = 0
+    try:
+        with opener(path, 'rb') as file:
+            for number, line in enumerate(file, 1):
+                line = line.rstrip(b' \r\n')
+                if number == 1 and _is_header(line, d_model): continue
+                word, *numbers = line.rsplit(b' ', d_model)      # from the right: some published words contain a space
+                if len(numbers) < d_model or _is_number(word.rpartition(b' ')[2]) and b' ' in word:
+                    raise ValueError(f'a word and {d_model} numbers expected, not {line[:50]!r}')
+                if wanted(word := word.decode('utf-8', 'replace')): yield word, _finite(numbers)
+    except ValueError as error: raise ValueError(f'{path}, line {number}: {error}') from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error: raise ValueError(f'{path} is a damaged gzip file: {error}') from error
+    if not number: raise ValueError(f'{path} is empty: each line of a file of vectors holds a word and its numbers')
+
+def _is_header(line, d_model):
+    "Is the first line fastText's, which has no vector? Raises ValueError if either kind says another width."
+    header = re.fullmatch(rb'\d+ (\d+)', line)
+    width = int(header[1]) if header else len(_finite(line.split(b' ')[1:]))
+    if width != d_model: raise ValueError(f'these vectors have {width} numbers and the model has d_model={d_model}')
+    return bool(header)
+
+def _is_number(text):
+    try: return bool(_finite([text]))
+    except ValueError: return False
+
+def _finite(texts):
+    numbers = list(map(float, texts))
+    if not all(map(math.isfinite, numbers)): raise ValueError('a number that is not finite')
+    return numbers
+
+# %% ../nbs/12_vocabulary.ipynb #vec-07
+def load_vectors(
+    path: str | Path,     # GloVe's or fastText's text format, gzipped or not
+    tokenizer: Tokenizer,
+    d_model: int,         # the width of the embedding, which has to be that of the vectors
+) -> tuple[list[int], Float[np.ndarray, "n d_model"]]: # the ids that the file has a word for, and their vectors
+    "Word vectors for the tokens of a tokenizer, on the scale of a model's own. Raises what `read_vectors` does, and for no word in common."
+    exact, folded = defaultdict(list), defaultdict(list)
+    for i in range(len(tokenizer)):
+        if word := tokenizer.word(i):
+            exact[word].append(i)
+            folded[word.lower()].append(i)
+    found, alike = {}, {}
+    for word, vector in read_vectors(path, d_model, lambda word: word in exact or word.lower() in folded):
+        for i in exact.get(word, ()): found.setdefault(i, vector)
+        for i in folded.get(word.lower(), ()): alike.setdefault(i, vector)       # the commonest spelling comes first
+    found = dict(sorted((alike | found).items()))
+    rows = np.array(list(found.values()), dtype=np.float32).reshape(len(found), d_model)
+    if not rows.any(): raise ValueError(f'{path} has a vector for none of the words of {tokenizer}: is it of another language?')
+    return list(found), rows * (np.square(rows).mean() * d_model)**-0.5
+
+# %% ../nbs/12_vocabulary.ipynb #vec-10
+def use_vectors(
+    model,                # a Transformer, or whatever has `src_embed` and `tgt_embed`
+    path: str | Path,     # GloVe's or fastText's text format, gzipped or not
+    tokenizer: Tokenizer, # the model's
+    freeze: bool = False, # keep these vectors as they are; in every role, if one matrix has several
+) -> float: # share of the tokens that stand for a word which have a vector now
+    "Start the embeddings from word vectors. Other rows stay as they are, and learn. Raises what `load_vectors` does."
+    import torch
+    ids, rows = load_vectors(path, tokenizer, model.src_embed.embedding_dim)
+    for weight in {model.src_embed.weight, model.tgt_embed.weight}:         # one, if they are tied
+        with torch.no_grad(): weight[ids] = torch.from_numpy(rows).to(weight)
+        if freeze: _freeze_rows(weight, torch.tensor(ids))
+    return len(ids) / sum(bool(tokenizer.word(i)) for i in range(len(tokenizer)))
+
+def _freeze_rows(weight, ids):
+    "From now on the gradient of these rows is zero."
+    weight.register_hook(lambda grad: grad.index_fill(0, ids.to(grad.device), 0))

@@ -15,14 +15,15 @@ PACKAGE = ROOT/'annotated_transformer'
 
 # Each module imports only from lower floors. A new module takes its place here.
 FLOORS = {
-    1: 'attention positions vocabulary losses optimizer scoring toy_languages visualize checks',
+    1: 'attention positions vocabulary losses optimizer scoring toy_languages visualize checks distributed',
     2: 'layers batches corpora complexity',
-    3: 'transformer',
-    4: 'training decoding',
-    5: 'translator recurrent',
-    6: 'recipe interop heads',
-    7: 'cli',
-    8: '__main__',
+    3: 'transformer large_corpora',
+    4: 'checkpoints decoding',
+    5: 'training',
+    6: 'translator recurrent',
+    7: 'recipe interop heads',
+    8: 'cli',
+    9: '__main__',
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 FOR_DEVELOPMENT = {'nbdev', 'execnb', 'fastcore', 'ghapi', 'beartype', 'IPython', 'pytest'}

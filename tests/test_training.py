@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest, torch
 
 from annotated_transformer.batches import BatchLoader
-from annotated_transformer.training import (Progress, TrainConfig, Trainer, checkpoints, cut_log, load_checkpoint, load_model,
-                                            make_optimizer, read_log, save_checkpoint, validate)
+from annotated_transformer.checkpoints import Progress, checkpoints, cut_log, load_checkpoint, load_model, read_log, save_checkpoint
+from annotated_transformer.optimizer import make_optimizer
+from annotated_transformer.training import Interrupted, TrainConfig, Trainer, timed_log, validate
 from annotated_transformer.transformer import Transformer, TransformerConfig
 
 CONFIG = TransformerConfig(20, n_layers=1, d_model=16, d_ff=32, n_heads=2, max_len=16)
@@ -38,13 +39,11 @@ def test_seed_decides_everything(tmp_path):
 def test_stopped_anywhere_ends_the_same(tmp_path, stop):
     whole = trainer(tmp_path / 'whole').fit()
     run = trainer(tmp_path / 'stopped')
-    step, run.step = run.step, lambda batch: step(batch) if run.at.step < stop else (_ for _ in ()).throw(KeyboardInterrupt)
+    step, run.step = run.step, lambda batches: step(batches) if run.at.step < stop else (_ for _ in ()).throw(KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt): run.fit()
     resumed = trainer(tmp_path / 'stopped').fit()
     assert torch.equal(weights(whole), weights(resumed))
-    timeless = [[{k: v for k, v in row.items() if k not in ('minutes', 'tokens_per_second')} for row in read_log(tmp_path / name / 'log.jsonl')]
-                for name in ('whole', 'stopped')]
-    assert timeless[0] == timeless[1]
+    assert (tmp_path / 'whole/log.jsonl').read_bytes() == (tmp_path / 'stopped/log.jsonl').read_bytes()
 
 def test_a_half_made_checkpoint_is_not_seen(tmp_path):
     run = trainer(tmp_path)
