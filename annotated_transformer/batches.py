@@ -110,7 +110,7 @@ def generator(*names: int) -> np.random.Generator: # the same for the same numbe
     "Random numbers that depend on some numbers alone."
     return np.random.default_rng(random.Random(' '.join(map(str, names))).getrandbits(64))
 
-def round_up(widths: np.ndarray, multiple: int) -> np.ndarray: return -(-widths//multiple)*multiple
+def round_up(widths: np.ndarray, multiple: int) -> np.ndarray: return (widths.astype(np.int64) + multiple - 1)//multiple*multiple
 
 # %% ../nbs/13_batches.ipynb #23-33b2cfx
 def token_batches(
@@ -123,7 +123,7 @@ def token_batches(
     window: int = 0,      # which part of the epoch these pairs are
 ) -> list[np.ndarray]: # indices into `lengths`, each exactly once
     "Pairs of like length together, within a budget (5.1). Raises ValueError for a pair that exceeds it alone."
-    lengths = check_lengths(lengths, max_tokens, multiple)
+    lengths = check_lengths(lengths, max_tokens, multiple).astype(np.int64)     # differences below 0 are to come
     rng, larger = generator(seed, epoch, window), lengths.max(1)
     difference = lengths[:, 0] - lengths[:, 1] + (3*rng.random(len(lengths)) if shuffle else 0)
     order = np.lexsort((np.where(larger % 2, difference, -difference), larger))

@@ -116,7 +116,7 @@ class Seen:
         self.digests = np.sort(np.concatenate([self.digests, digests[first]]), kind='stable')
         return first
 
-# %% ../nbs/11_corpora.ipynb #22-13b624
+# %% ../nbs/11_corpora.ipynb #22-314a8f
 REASONS = ('blank', 'too long', 'ratio', 'duplicate')
 
 def fault(
@@ -139,7 +139,7 @@ def clean(
 ) -> Iterator[tuple[str, str]]:
     "The pairs that may be learned from, in their order, in memory of eight bytes a pair at most."
     pairs, seen, counts = iter(pairs), Seen(), dict.fromkeys(REASONS, 0)
-    while part := list(islice(pairs, 1 << 16)):
+    while part := list(islice(pairs, 1 << 14)):
         faults = [fault(pair, max_words, max_ratio) for pair in part]
         kept = [pair for pair, reason in zip(part, faults) if reason is None]
         for reason in filter(None, faults): counts[reason] += 1

@@ -3,8 +3,8 @@
 # %% auto #0
 __all__ = ['World', 'join', 'part']
 
-# %% ../nbs/41_many_machines.ipynb #02-d49094
-import contextlib, os
+# %% ../nbs/41_many_machines.ipynb #02-2f9adb
+import contextlib, gc, os
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,7 @@ class World:
         if self.size == 1: return
         for p in module.parameters(): dist.broadcast(p.data, 0)
 
-# %% ../nbs/41_many_machines.ipynb #07-ef8776
+# %% ../nbs/41_many_machines.ipynb #07-918dd7
 def join() -> World:
     "Take this process' place among those that `torchrun` started. Alone if it was started by itself."
     size = int(os.environ.get('WORLD_SIZE', 1))
@@ -68,4 +68,6 @@ def join() -> World:
 
 def part(world: World) -> None:
     "The end: every process closes its connections."
-    if world.size > 1: dist.destroy_process_group()
+    if world.size == 1: return
+    gc.collect() # what still holds a connection, in a circle of references, would hold it beyond the end
+    dist.destroy_process_group()

@@ -82,7 +82,7 @@ class LearnedPositions(nn.Module):
 
     def extra_repr(self) -> str: return f'd_model={self.table.size(1)}, max_len={len(self.table)}'
 
-# %% ../nbs/02_positions.ipynb #44-5d89ac
+# %% ../nbs/02_positions.ipynb #45-5d89ac
 def turn(
     x: Float[Tensor, "*b n d_k"],  # queries or keys
     table: Float[Tensor, "n d_k"], # `sinusoids` of their positions
@@ -91,7 +91,7 @@ def turn(
     (sin, cos), (a, b) = (t.unflatten(-1, (-1, 2)).unbind(-1) for t in (table, x))
     return torch.stack([a*cos - b*sin, a*sin + b*cos], -1).flatten(-2).type_as(x)
 
-# %% ../nbs/02_positions.ipynb #45-b2a4bc
+# %% ../nbs/02_positions.ipynb #51-b2a4bc
 class RotaryPositions(nn.Module):
     "Turns the queries and keys of self-attention by their positions (Su et al., 2021). ValueError unless `d_k` is even."
     def __init__(
@@ -115,13 +115,14 @@ class RotaryPositions(nn.Module):
 
     def extra_repr(self) -> str: return f'd_k={self.table.size(1)}, max_len={len(self.table)}'
 
-# %% ../nbs/02_positions.ipynb #46-3b14d7
+# %% ../nbs/02_positions.ipynb #54-04295a
 def alibi_slopes(
     n_heads: int, # h
 ) -> Float[Tensor, "h"]:
     "What a step of distance costs each head: from 2^(-8/h) down to 2^-8 by equal factors (Press et al., 2022, section 3)."
     return 2**(-8*torch.arange(1, n_heads + 1)/n_heads)
 
+# %% ../nbs/02_positions.ipynb #59-244bc9
 class AlibiPositions(nn.Module):
     "Lowers the scores of self-attention in proportion to distance (Press et al., 2022)."
     def __init__(
@@ -147,11 +148,11 @@ class AlibiPositions(nn.Module):
 
     def extra_repr(self) -> str: return f'n_heads={self.slopes.size(1)}'
 
-# %% ../nbs/02_positions.ipynb #47-0bb39c
+# %% ../nbs/02_positions.ipynb #64-2692c1
 Positions = Literal['sinusoidal', 'learned', 'alibi', 'rotary']
 
 class NoPositions(nn.Module):
-    "Adds nothing: the tokens of a model whose attention knows distances by itself."
+    "Adds nothing: for the tokens of a model whose attention knows distances by itself."
     def __init__(
         self,
         d_model: int, # width of a token
@@ -168,3 +169,5 @@ class NoPositions(nn.Module):
         "x. Raises ValueError beyond `max_len`."
         _check_room(start, x.size(1), self.max_len)
         return x
+
+    def extra_repr(self) -> str: return f'max_len={self.max_len}'

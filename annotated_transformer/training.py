@@ -4,7 +4,7 @@
 __all__ = ['batch_loss', 'TrainConfig', 'Objective', 'train_step', 'validate', 'seed_step', 'on_device', 'Reporter', 'board',
            'timed_log', 'Interrupted', 'noting_signals', 'Run', 'Trainer']
 
-# %% ../nbs/16_training.ipynb #03-937b5e
+# %% ../nbs/16_training.ipynb #03-45aa16
 import math, signal, sys, threading, time, zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from .batches import Batch, BatchLoader
 from .checkpoints import (Progress, append_log, best_steps, checkpoint_name, cut_log, fill, keep, latest,
                                                load_checkpoint, read_log, save_checkpoint, save_model)
 from .distributed import World
-from .losses import linear_cross_entropy
+from .losses import linear_cross_entropy, r_drop_loss
 from .optimizer import learning_rate, make_optimizer, paper_peak, set_rate
 from .scoring import average_weights, perplexity
 from .transformer import Transformer
@@ -85,7 +85,7 @@ class TrainConfig:
         for name, known in (('monitor', ('val_loss', 'val_bleu')), ('precision', ('float32', 'bfloat16'))):
             if getattr(self, name) not in known: raise ValueError(f'{name}={getattr(self, name)!r} is unknown: choose {" or ".join(known)}')
 
-# %% ../nbs/16_training.ipynb #18-1f84a3
+# %% ../nbs/16_training.ipynb #18-3b2a6b
 class Objective(nn.Module):
     "A model and the loss that its training makes small."
     def __init__(
@@ -106,10 +106,10 @@ class Objective(nn.Module):
 
     def two_passes(self, batch: Batch) -> Float[Tensor, ""]:
         "Every sentence twice in one batch, so each copy meets a dropout of its own."
-        from annotated_transformer.losses import r_drop_loss
         real = batch.tgt_out != PAD
         one, two = (states[real] for states in self.states(torch.cat([batch.src] * 2), torch.cat([batch.tgt_in] * 2)).chunk(2))
-        return r_drop_loss(one, two, self.model.output.weight, batch.tgt_out[real], self.config.label_smoothing, self.config.r_drop)
+        both = r_drop_loss(one, two, self.model.output.weight, batch.tgt_out[real], self.config.label_smoothing, self.config.r_drop)
+        return both / 2 # of one pass, so that figures compare
 
 # %% ../nbs/16_training.ipynb #22-ffd108
 def train_step(
@@ -332,21 +332,26 @@ class Run:
         if len(steps) > 1: found['averaged'] = average_weights([stored(step) for step in steps])
         return found | (dict(ema=weights(self.ema.module)) if self.ema else {})
 
-# %% ../nbs/16_training.ipynb #49-456595
+# %% ../nbs/16_training.ipynb #49-c4ffb9
 class Trainer(Run):
     "Section 5: train until the first limit, from the folder's last checkpoint if it holds one."
     def fit(self) -> Transformer: # in evaluation mode
         "Train until the first limit is reached, then finish. Raises Interrupted, with all saved, on Ctrl-C or SIGTERM."
         at = self.start()
-        with self.reporter.bar, noting_signals() as self.noted:
-            while not self.done():
-                for batches in self.updates():
-                    self.step(batches)
-                    if at.step % self.config.save_every == 0: self.milestone()
-                    if self.done(): break
-                    if self.asked_to_stop: self.leave()
-                else: at.epoch, at.batch = at.epoch + 1, 0
+        try:
+            with self.reporter.bar, noting_signals() as self.noted:
+                while not self.done(): self.epoch(at)
+        finally: self.objective = None # it may hold connections to other processes, which must close before this one ends
         return self.finish()
+
+    def epoch(self, at: Progress) -> None:
+        "What is left of a pass over the training pairs, or of the run."
+        for batches in self.updates():
+            self.step(batches)
+            if at.step % self.config.save_every == 0: self.milestone()
+            if self.done(): return
+            if self.asked_to_stop: self.leave()
+        at.epoch, at.batch = at.epoch + 1, 0
 
     def updates(self) -> Iterator[list[Batch]]:
         "What is left of the epoch: for each update, the batches it learns from."

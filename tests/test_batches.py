@@ -144,6 +144,14 @@ def test_windows_mix_the_whole_corpus(monkeypatch):
     for n in (0, 1, 7, 8, 801, 805): assert sum(map(len, batches_module.windows(n))) == n
 
 
+@pytest.mark.parametrize('multiple', [1, 8])
+@pytest.mark.parametrize('dtype', [np.uint8, np.uint16, np.int32])
+def test_the_type_of_lengths_does_not_matter(dtype, multiple):
+    lengths = [(len(s) + 1, len(t) + 1) for s, t in random_pairs(8)]
+    for a, b in zip(token_batches(lengths, 500, 1, 2, multiple=multiple), token_batches(np.array(lengths, dtype), 500, 1, 2, multiple=multiple), strict=True):
+        assert np.array_equal(a, b)
+
+
 @pytest.mark.parametrize('rank, world', [(-1, 2), (2, 2), (0, 0)])
 def test_ranks_that_cannot_be(rank, world):
     with pytest.raises(ValueError, match='rank='): BatchLoader([], 10, rank=rank, world=world)

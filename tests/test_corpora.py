@@ -3,6 +3,7 @@ import gzip
 import hashlib
 import json
 import os
+import random
 import shutil
 import threading
 import warnings
@@ -15,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from annotated_transformer import corpora
-from annotated_transformer.corpora import (CORPORA, MULTI30K_LINES, SHA256, CorpusConfig, download, hold_out, load_corpus,
-                                           read_lines, read_tsv)
+from annotated_transformer.corpora import (CORPORA, MULTI30K_LINES, SHA256, CorpusConfig, Seen, Stream, clean, download, hold_out,
+                                           hold_out_lowest, load_corpus, read_lines, read_tsv)
+from annotated_transformer.toy_languages import checksum, toy_ende
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get('ANNOTATED_TRANSFORMER_MULTI30K') or ROOT.parent/'shared/data/multi30k')
@@ -34,6 +36,15 @@ BAD = {'empty': (b'', 'is empty'), 'blank': (b'\n\n  \n', 'is empty'), 'latin-1'
        'nul': (b'ein\nzwei\nd\0rei\n', 'line 3: a NUL'), 'bare return': (b'ein\nzw\rei\n', 'line 2: a carriage return'),
        'old mac': (b'ein\rzwei\r', 'line 1: a carriage return'), 'surrogate': (b'ein\n\xed\xa0\x80\n', 'line 2: not UTF-8'),
        'utf-16': ('ein\nzwei\n'.encode('utf-16'), 'line 1')}
+
+@pytest.mark.parametrize('data, said', [v for k, v in BAD.items() if k != 'blank'], ids=[k for k in BAD if k != 'blank'])
+@pytest.mark.parametrize('gz', [False, True])
+def test_bad_files_are_named_in_streams_too(data, said, gz, tmp_path):
+    path = write(tmp_path/('bad.de.gz' if gz else 'bad.de'), gzip.compress(data) if gz else data)
+    good = write(tmp_path/'good.en', 'one\ntwo\n')
+    for options in (dict(src=good, tgt=path), dict(src=path, tgt=good)):
+        with pytest.raises(ValueError, match=r'bad\.de.*' + said): list(load_corpus('files', on_disk=True, **options)['train'])
+
 
 @pytest.mark.parametrize('data, said', BAD.values(), ids=BAD)
 @pytest.mark.parametrize('gz', [False, True])
@@ -98,11 +109,13 @@ def test_missing_files(tmp_path):
 # --- names
 
 @pytest.mark.parametrize('options, said', [
-    (dict(corpus='wmt14'), 'known are ' + ', '.join(CORPORA)), (dict(pair='ende'), "such as 'en-de'"),
+    (dict(corpus='wmt'), 'known are ' + ', '.join(CORPORA)), (dict(pair='ende'), "such as 'en-de'"),
     (dict(pair='en-de-fr'), "such as 'en-de'"), (dict(pair='-de'), "such as 'en-de'"), (dict(held_out=-1), 'positive'),
     (dict(src='a'), 'src is given'), (dict(corpus='multi30k', tsv='a'), 'tsv is given'), (dict(corpus='tsv'), 'needs tsv'),
     (dict(corpus='files'), 'needs src and tgt'), (dict(corpus='files', tgt='a'), 'src and tgt go together'),
-    (dict(corpus='files', src='a', tgt='b', val_tgt='c'), 'val_src and val_tgt go together')])
+    (dict(corpus='files', src='a', tgt='b', val_tgt='c'), 'val_src and val_tgt go together'), (dict(max_words=0), 'max_words must be'),
+    (dict(max_ratio=0.9), 'max_ratio must be'), (dict(on_disk=True), 'on_disk is for'), (dict(corpus='files', on_disk=True), 'needs src'),
+    (dict(corpus='wmt14', tsv='a'), 'tsv is given')])
 def test_settings_that_cannot_be(options, said):
     with pytest.raises(ValueError, match=said): CorpusConfig(**options)
 
@@ -159,6 +172,120 @@ def test_files_without_tests_of_their_own(tmp_path):
     few = load_corpus('files', src=write(tmp_path/'b.en', 'one\n'), tgt=write(tmp_path/'b.de', 'eins\n'))
     assert few['train'] == [('one', 'eins')]
     with pytest.raises(ValueError, match='too few pairs to put some aside for test'): few['test']
+
+
+# --- cleaning
+
+def random_dirt(seed, n=3000):
+    rng = random.Random(seed)
+    def side(): return ' '.join(rng.choice('ab') for _ in range(rng.randrange(7)))
+    return [(side(), side()) for _ in range(n)]
+
+
+@pytest.mark.parametrize('limits', [{}, dict(max_words=4), dict(max_ratio=1.5), dict(unique=True), dict(max_words=5, max_ratio=2., unique=True)])
+@pytest.mark.parametrize('chunks', [1, 7])
+def test_clean_against_the_plain_way(limits, chunks, monkeypatch):
+    pairs, dropped, before, expected = random_dirt(1)*chunks, {}, set(), []
+    monkeypatch.setattr(corpora, 'islice', lambda iterator, n: __import__('itertools').islice(iterator, min(n, 500)))
+    for pair in pairs:
+        short, long = sorted(len(side.split()) for side in pair)
+        if not short or long > limits.get('max_words', 99) or long > limits.get('max_ratio', 99)*short: continue
+        if limits.get('unique') and pair in before: continue
+        before.add(pair)
+        expected.append(pair)
+    assert list(clean(iter(pairs), dropped, **limits)) == expected
+    assert sum(dropped.values()) == len(pairs) - len(expected)
+    assert all(bool(dropped[reason]) == (name in limits) for reason, name in
+               (('too long', 'max_words'), ('ratio', 'max_ratio'), ('duplicate', 'unique'))) and dropped['blank']
+
+
+def test_counts_are_of_the_last_reading(tmp_path):
+    table = write(tmp_path/'x.tsv', ''.join(f'{s or "-"}\t{t or "-"}\n' for s, t in random_dirt(2)))
+    corpus = load_corpus('tsv', tsv=table, on_disk=True, unique=True, max_words=3)
+    n = len(list(corpus['train']))
+    counts = dict(corpus.dropped)
+    assert len(list(corpus['train'])) == n and corpus.dropped == counts == corpus['train'].dropped
+    assert n + len(corpus['val']) + len(corpus['test']) + sum(counts.values()) == 3000
+    plain = load_corpus('tsv', tsv=table, unique=True, max_words=3)
+    assert len(plain['train']) + len(plain['val']) + len(plain['test']) + sum(counts.values()) == 3000 and plain.dropped == counts
+
+
+def test_what_was_seen_costs_eight_bytes():
+    seen = Seen()
+    for k in range(20): assert seen.new([f'{k} {i}' for i in range(1000)]).all()
+    assert not seen.new([f'{k} {k}' for k in range(20)]).any()
+    assert seen.digests.nbytes == 8*20_000
+
+
+def test_cleaning_of_other_corpora(monkeypatch):
+    monkeypatch.setattr(corpora, 'toy_ende', lambda split: toy_ende(split, n=300))
+    toy, plain = load_corpus('toy-ende', max_words=7, unique=True), load_corpus('toy-ende')
+    assert toy['train'] == [p for p in plain['train'] if max(len(s.split()) for s in p) <= 7]
+    assert toy['val'] == plain['val'] and plain.dropped == {}
+    assert toy.dropped['too long'] == 300 - len(toy['train']) and not toy.dropped['duplicate']
+
+
+# --- streams
+
+@pytest.mark.parametrize('sizes', [{'val': 30}, {'val': 30, 'test': 50}, {'val': 500, 'test': 500}, {'val': 1}])
+def test_hold_out_lowest(sizes):
+    for seed, repeat in ((0, 1), (1, 3)):
+        rng = random.Random(seed)
+        pairs = [(f's{rng.randrange(400)}', f't{i}') for i in range(400*repeat)]
+        splits, bound = hold_out_lowest(iter(pairs), sizes)
+        train = [pair for pair in pairs if checksum(pair[0]) >= bound]
+        assert Counter(train + sum(splits.values(), [])) == Counter(pairs)
+        sources = [{src for src, _ in part} for part in (train, *splits.values())]
+        assert sum(map(len, sources)) == len(set.union(*sources))                   # no source in two of them
+        for name, size in sizes.items(): assert abs(len(splits[name]) - min(size, len(pairs)//10)) < 12*repeat
+        rng.shuffle(pairs)
+        assert hold_out_lowest(pairs, sizes)[1] == bound
+
+
+def test_streams_and_lists_read_the_same(tmp_path):
+    pairs = [(f'line {i} \u2028.', f'Zeile {i}') for i in range(200)]
+    src, tgt = (write(tmp_path/f'a.{k}.gz', gzip.compress('\r\n'.join(p[k] for p in pairs).encode())) for k in range(2))
+    table = write(tmp_path/'a.tsv', ''.join(f'{s}\t{t}\tmore\r\n' for s, t in pairs))
+    for options in (dict(corpus='files', src=src, tgt=tgt), dict(corpus='tsv', tsv=table)):
+        large, small = (load_corpus(CorpusConfig(**options, on_disk=on_disk, held_out=20)) for on_disk in (True, False))
+        assert isinstance(large['train'], Stream) and isinstance(small['train'], list)
+        for corpus in (large, small): assert sorted([*corpus['train'], *corpus['val'], *corpus['test']]) == sorted(pairs)
+        assert [len(large[part]) for part in ('val', 'test')] == [20, 20]
+    with pytest.raises(ValueError, match='too few pairs'): load_corpus('tsv', tsv=write(tmp_path/'b.tsv', 'a\tb\n'), on_disk=True)['val']
+    only = load_corpus('files', test_src=src, test_tgt=tgt, on_disk=True)
+    assert tuple(only.splits) == ('test',) and only['test'] == pairs
+
+
+@pytest.mark.parametrize('lines', [(5, 3), (3, 5), (1, 0)])
+def test_streams_of_unequal_length(lines, tmp_path):
+    src, tgt = (write(tmp_path/name, 'x\n'*n or 'x') for name, n in zip(('a.en', 'a.de'), lines))
+    said = rf'a\.en has {lines[0]} lines, .*a\.de has {lines[1]}'
+    if lines[1]:
+        with pytest.raises(ValueError, match=said): list(load_corpus('files', src=src, tgt=tgt, on_disk=True)['train'])
+
+
+def test_a_cut_gzip_file_is_found_at_its_end(tmp_path):
+    data = gzip.compress(b''.join(b'%d\teins\n' % i for i in range(5000)))
+    for cut in (data[:-5], data[:len(data)//2], data[:-8] + b'\0'*8):
+        with pytest.raises(ValueError, match='no whole gzip file'): list(load_corpus('tsv', tsv=write(tmp_path/'a.tsv.gz', cut), on_disk=True)['train'])
+
+
+@pytest.mark.parametrize('kind', ['parquet', 'jsonl'])
+@pytest.mark.parametrize('nested', [False, True])
+def test_wmt14_from_a_folder(kind, nested, tmp_path):
+    datasets = pytest.importorskip('datasets', reason="no datasets: pip install 'annotated_transformer[large]'")
+    folder = tmp_path/'de-en' if nested else tmp_path
+    folder.mkdir(exist_ok=True)
+    pairs = [(f'line {i}', f'Zeile {i}') for i in range(2500)]
+    for name, part in (('train-00000-of-00002', pairs[:2000]), ('train-00001-of-00002', pairs[2000:]), ('validation-00000-of-00001', pairs[:7]), ('test', pairs[7:9])):
+        rows = datasets.Dataset.from_list([{'translation': {'de': de, 'en': en}} for en, de in part])
+        rows.to_parquet(folder/f'{name}.parquet') if kind == 'parquet' else rows.to_json(folder/f'{name}.jsonl')
+    corpus = load_corpus('wmt14', data_dir=tmp_path)
+    assert list(corpus['train']) == list(corpus['train']) == pairs and corpus['val'] == pairs[:7] and corpus['test'] == pairs[7:9]
+    assert load_corpus('wmt14', pair='de-en', data_dir=tmp_path)['test'] == [(de, en) for en, de in pairs[7:9]]
+    with pytest.raises(ValueError, match='English on one side'): load_corpus('wmt14', pair='de-fr', data_dir=tmp_path)
+    with pytest.raises(ValueError, match="no language 'es'"): load_corpus('wmt14', pair='en-es', data_dir=tmp_path)
+    with pytest.raises(FileNotFoundError, match='neither test'): load_corpus('wmt14', data_dir=tmp_path/'elsewhere')['test']
 
 
 # --- downloads

@@ -1,13 +1,14 @@
 "What the page on training cannot show: a run's folder under odd circumstances, and every setting that shapes the weights."
-import json, math
+import json, math, os, signal, sys
 from dataclasses import replace
+from functools import partial
 
-import pytest, torch
+import pytest, safetensors.torch, torch
 
 from annotated_transformer.batches import BatchLoader
 from annotated_transformer.checkpoints import Progress, checkpoints, cut_log, load_checkpoint, load_model, read_log, save_checkpoint
-from annotated_transformer.optimizer import make_optimizer
-from annotated_transformer.training import Interrupted, TrainConfig, Trainer, timed_log, validate
+from annotated_transformer.optimizer import learning_rate, make_optimizer
+from annotated_transformer.training import Interrupted, Objective, TrainConfig, Trainer, timed_log, train_step, validate
 from annotated_transformer.transformer import Transformer, TransformerConfig
 
 CONFIG = TransformerConfig(20, n_layers=1, d_model=16, d_ff=32, n_heads=2, max_len=16)
@@ -78,3 +79,126 @@ def test_cutting_a_log_keeps_what_came_before(tmp_path):
     path.write_text(''.join(json.dumps({'step': s}) + '\n' for s in (5, 10, 15)))
     cut_log(path, 10)
     assert [row['step'] for row in read_log(path)] == [5, 10]
+
+
+# --- strengths, each through an interruption
+
+STRENGTHS = {'accumulate': dict(accumulate=3), 'ema': dict(ema=0.9), 'r_drop': dict(r_drop=3.0), 'bfloat16': dict(precision='bfloat16'),
+             'best': dict(average_best=True, keep_best=3, average=2), 'plain Adam': dict(fused=False)}
+
+@pytest.mark.parametrize('strength', STRENGTHS)
+def test_every_strength_goes_on_exactly(tmp_path, strength):
+    settings = replace(SETTINGS, **STRENGTHS[strength])
+    whole = trainer(tmp_path / 'whole', settings).fit()
+    run = trainer(tmp_path / 'stopped', settings)
+    step, run.step = run.step, lambda batches: step(batches) if run.at.step < 17 else (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt): run.fit()
+    assert torch.equal(weights(trainer(tmp_path / 'stopped', settings).fit()), weights(whole))
+    assert (tmp_path / 'whole/log.jsonl').read_bytes() == (tmp_path / 'stopped/log.jsonl').read_bytes()
+    trainer(tmp_path / 'plain').fit()
+    if strength not in ('best', 'plain Adam'): # those two change what is kept, or nothing
+        assert (tmp_path / 'whole/log.jsonl').read_bytes() != (tmp_path / 'plain/log.jsonl').read_bytes()
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('at', [7, 10, 28])
+def test_asked_to_stop_it_saves_and_goes_on_exactly(tmp_path, number, at):
+    whole, run = trainer(tmp_path / 'whole').fit(), trainer(tmp_path / 'stopped')
+    step = run.step
+    def asked(batches):
+        step(batches)
+        if run.at.step == at: os.kill(os.getpid(), number)
+    run.step, before = asked, signal.getsignal(number)
+    with pytest.raises(Interrupted, match=f'step {at + 1}|step {at}') as left: run.fit()
+    assert left.value.signal == number and signal.getsignal(number) == before
+    assert torch.equal(weights(trainer(tmp_path / 'stopped').fit()), weights(whole))
+    assert (tmp_path / 'whole/log.jsonl').read_bytes() == (tmp_path / 'stopped/log.jsonl').read_bytes()
+    assert [c.name for c in checkpoints(tmp_path / 'stopped')] == [c.name for c in checkpoints(tmp_path / 'whole')]
+
+def test_the_schedule_counts_updates(tmp_path):
+    run = trainer(tmp_path, replace(SETTINGS, accumulate=4, log_every=1, max_steps=12))
+    run.fit()
+    rates = [row['rate'] for row in read_log(tmp_path / 'log.jsonl') if 'rate' in row]
+    assert rates == [learning_rate(step, 1e-2, 10) for step in range(1, 13)]
+    assert run.at.epoch * len(run.batches) + run.at.batch > 12                      # more batches than updates
+
+def test_no_pair_is_lost_when_batches_do_not_divide(tmp_path):
+    "The last update of an epoch learns from what is left."
+    run = trainer(tmp_path, replace(SETTINGS, accumulate=4, max_epochs=2, max_steps=10_000))
+    run.fit()
+    assert run.at.tokens == 2 * sum(len(tgt) + 1 for _, tgt in PAIRS)
+    assert run.at.step == 2 * math.ceil(len(run.batches) / 4)
+
+def test_patience_ends_a_run_and_survives_an_interruption(tmp_path):
+    bleus = [1, 2, 5, 4, 3, 5, 9]
+    def measured(out):
+        run = trainer(out, replace(SETTINGS, max_steps=500, monitor='val_bleu', patience=3), measure=lambda model: dict(val_bleu=float(bleus[run.at.step // 10 - 1])))
+        return run
+    run = measured(tmp_path)
+    run.fit()
+    assert run.at.step == 60                                                        # three in a row without more than 5; equal is not better
+    assert [row.get('val_bleu') for row in read_log(tmp_path / 'log.jsonl') if 'val_bleu' in row] == bleus[:6]
+    assert {'step-00000030', 'step-00000060'} <= {c.name for c in checkpoints(tmp_path)} # the best, and the last
+    again = measured(tmp_path)
+    assert again.start().step == 60 and again.done()
+
+def test_a_figure_that_is_not_measured_cannot_be_watched(tmp_path):
+    with pytest.raises(ValueError, match="monitor='val_bleu' is not measured: validation gives val_loss, val_perplexity"):
+        trainer(tmp_path, replace(SETTINGS, monitor='val_bleu')).fit()
+
+def test_the_best_checkpoints_are_averaged_when_asked(tmp_path):
+    bleus = [9.0, 1.0, 8.0]
+    run = trainer(tmp_path, replace(SETTINGS, monitor='val_bleu', average_best=True, average=2),
+                  measure=lambda model: dict(val_bleu=bleus[run.at.step // 10 - 1]))
+    run.fit()
+    kept = [safetensors.torch.load_file(tmp_path / f'checkpoints/step-000000{n}/model.safetensors') for n in (10, 30)]
+    averaged = run.candidates()['averaged']
+    for name, w in averaged.items(): torch.testing.assert_close(w, (kept[0][name] + kept[1][name]) / 2)
+
+def test_moving_average_is_what_it_says(tmp_path):
+    run, mean = trainer(tmp_path, replace(SETTINGS, ema=0.9, max_steps=12)), None
+    step = run.step
+    def follow(batches):
+        nonlocal mean
+        step(batches)
+        now = weights(run.model).clone()
+        mean = now if mean is None else 0.9 * mean + 0.1 * now
+    run.step = follow
+    run.fit()
+    torch.testing.assert_close(weights(run.ema.module), mean)
+
+def test_a_step_that_is_refused_changes_nothing(tmp_path):
+    run = trainer(tmp_path)
+    run.start()
+    batch = next(iter(run.batches.epoch(0)))
+    with torch.no_grad(): run.model.output.weight[5] = 1e30
+    before = weights(run.model).clone()
+    with pytest.raises(FloatingPointError, match='the (loss is|gradient is)'):
+        train_step(run.objective, [batch], run.optimizer, 1.0)
+    assert torch.equal(weights(run.model), before)
+
+def test_what_is_compiled_is_what_is_called(monkeypatch):
+    called = []
+    def compiled(states): return lambda *ids: called.append(len(ids)) or states(*ids)
+    monkeypatch.setattr(torch, 'compile', compiled)
+    model, batch = Transformer(CONFIG).eval(), next(iter(BatchLoader(PAIRS, 40).epoch(0)))
+    assert torch.equal(Objective(model, TrainConfig(compile=True))(batch), Objective(model)(batch)) and called == [2]
+    Objective(model, TrainConfig(compile=True, r_drop=1.0))(batch)
+    assert called == [2, 2]
+
+def test_tensorboard_has_the_figures(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    trainer(tmp_path, replace(SETTINGS, tensorboard=True)).fit()
+    events = EventAccumulator(str(tmp_path / 'tensorboard')).Reload()
+    for name in ('loss', 'val_loss'):
+        rows = [(row['step'], row[name]) for row in read_log(tmp_path / 'log.jsonl') if name in row]
+        assert [(e.step, pytest.approx(e.value)) for e in events.Scalars(name)] == rows
+    monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard', None)
+    with pytest.raises(ValueError, match=r"pip install 'annotated_transformer\[tensorboard\]'"):
+        trainer(tmp_path / 'without', replace(SETTINGS, tensorboard=True))
+
+def test_time_stands_beside_the_log(tmp_path):
+    trainer(tmp_path).fit()
+    rows = timed_log(tmp_path)
+    assert [{k: v for k, v in row.items() if k not in ('minutes', 'tokens_per_second')} for row in rows] == read_log(tmp_path / 'log.jsonl')
+    assert all('minutes' in row for row in rows) and all(row['tokens_per_second'] > 0 for row in rows if 'rate' in row)
+    assert not any('minutes' in row for row in read_log(tmp_path / 'log.jsonl'))

@@ -15,6 +15,9 @@ BASE = TransformerConfig(vocab_size=23, n_layers=2, d_model=16, d_ff=28, n_heads
 SWEEP = [replace(BASE, norm=norm, positions=positions, tied=tied, d_k=d_k, d_v=d_v)
          for norm, positions, tied, (d_k, d_v) in product(
              ('post', 'pre'), ('sinusoidal', 'learned'), (True, False), ((None, None), (3, 5), (3, None)))]
+SWEEP += [replace(BASE, norm=norm, positions=positions, d_k=d_k, d_v=d_v, init=init) for norm, positions, (d_k, d_v), init in [
+    ('post', 'alibi', (3, 5), 'glorot'), ('pre', 'alibi', (None, None), 'scaled'), ('post', 'rotary', (None, None), 'scaled'),
+    ('pre', 'rotary', (6, 5), 'glorot')]]
 SRC = torch.tensor([[11, 12, 13, 14, 15, 16, EOS], [7, 8, 9, EOS, PAD, PAD, PAD]]) # n = 7
 TGT = torch.tensor([[BOS, 17, 18, 19, 20], [BOS, 21, 22, PAD, PAD]])               # m = 5
 
@@ -116,7 +119,7 @@ def test_weights_survive_a_round_trip(model, tmp_path):
     saved = [name for name in model.state_dict() if 'positions' in name]
     assert len(saved) == (2 if model.config.positions == 'learned' else 0)
 
-@pytest.mark.parametrize('positions', ['sinusoidal', 'learned'])
+@pytest.mark.parametrize('positions', ['sinusoidal', 'learned', 'alibi', 'rotary'])
 def test_a_sentence_that_is_too_long_is_refused(positions):
     model = Transformer(replace(BASE, positions=positions)).eval()
     full, over = torch.full((2, 9), 5), torch.full((2, 10), 5)
@@ -145,7 +148,8 @@ def test_settings_that_cannot_work_are_refused(settings, words):
 
 @pytest.mark.parametrize('name, value, words', [
     ('norm', 'both', "norm='both' is unknown: choose post or pre"),
-    ('positions', 'rotary', "positions='rotary' is unknown: choose sinusoidal or learned"),
+    ('positions', 'both', "positions='both' is unknown: choose sinusoidal or learned or alibi or rotary"),
+    ('init', 'zero', "init='zero' is unknown: choose glorot or scaled"),
     ('d_ff', 2.5, 'd_ff=2.5 must be a positive whole number'),
     ('d_model', None, 'd_model=None must be a positive whole number')])
 def test_what_the_type_checker_would_stop_is_refused_without_it_too(name, value, words):

@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Train a small model, killing the process (SIGKILL) at random moments and starting it again each time, until it is done;
+then compare every byte of weights, optimizer state and log with those of a run that was never killed.
+
+    python benchmarks/kills.py                            # 20 kills; the record is results/kills.json
+    python benchmarks/kills.py --kills 4 --record /dev/null
+
+Every other kill is aimed at the disk: it falls just before a sync or a rename, at random the how-manieth of the process,
+half of them in a save. Those between fall at any moment, and each sync and rename takes some milliseconds longer than it
+would, so that they meet saves too. What a run was doing when it was killed is read off the files that it left.
+"""
+import argparse, itertools, json, os, random, shlex, shutil, signal, sys, tempfile, time
+from collections import Counter
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from annotated_transformer.batches import BatchLoader
+from annotated_transformer.checkpoints import checkpoints, read_log
+from annotated_transformer.training import TrainConfig, Trainer
+from annotated_transformer.transformer import Transformer, TransformerConfig
+from annotated_transformer.vocabulary import write_whole
+from record import RESULTS, machine
+
+MODEL = TransformerConfig(40, n_layers=1, d_model=32, d_ff=64, n_heads=2, max_len=16, dropout=0.1)
+SETTINGS = TrainConfig(max_tokens=60, warmup=20, peak_rate=1e-2, log_every=3, save_every=5, average=3,
+                       accumulate=2, ema=0.9)
+PAIRS = [([4 + (7 * i + j) % 36 for j in range(2 + i % 6)], [4 + (5 * i + j) % 36 for j in range(2 + i % 5)]) for i in range(300)]
+
+def train(out: Path, steps: int) -> None:
+    "The run, from wherever its folder is."
+    torch.manual_seed(SETTINGS.seed)
+    batches = BatchLoader(PAIRS[:280], SETTINGS.max_tokens, seed=SETTINGS.seed)
+    val_batches = list(BatchLoader(PAIRS[280:], 500, shuffle=False).epoch(0))
+    Trainer(Transformer(MODEL), batches, val_batches, replace(SETTINGS, max_steps=steps), out, progress_bar=False).fit()
+
+def slow_disk(pause: float, fuse: int | None) -> None:
+    "Make every sync and rename of this process late, and kill it before one of them, if a number is given."
+    count = itertools.count(1)
+    def late(f):
+        def slow(*args, **options):
+            if next(count) == fuse: os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(pause)
+            return f(*args, **options)
+        return slow
+    os.fsync, os.replace = late(os.fsync), late(os.replace)
+
+def start(out: Path, steps: int, pause: float, fuse: int | None = None) -> int:
+    "The run in a process of its own. It is a fork, so that torch need not be loaded each time."
+    child = os.fork()
+    if child: return child
+    try:
+        slow_disk(pause, fuse)
+        train(out, steps)
+        os._exit(0)
+    except BaseException as error:
+        print(f'{type(error).__name__}: {error}', file=sys.stderr, flush=True)
+        os._exit(1)
+
+def ended(child: int, seconds: float) -> bool:
+    "Whether the run came to its end in that time; killed if not. RuntimeError if it failed."
+    until = time.monotonic() + seconds
+    while not (left := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until: time.sleep(0.001)
+    if not left[0]:
+        os.kill(child, signal.SIGKILL)
+        left = os.waitpid(child, 0)
+    if os.WIFSIGNALED(left[1]): return False
+    if left[1]: raise RuntimeError('the run failed instead of going on')
+    return True
+
+def phase(out: Path, since: float) -> str:
+    "What a run that was killed after `since` was doing, by what it left."
+    changed = {p.name: p for folder in (out, out / 'checkpoints') for p in folder.glob('*') if p.stat().st_ctime >= since}
+    last, log = max((p.name for p in checkpoints(out)), default=''), out / 'log.jsonl'
+    for name, folder in changed.items():
+        if not name.endswith('.partial'): continue
+        if name < last: return 'removing an old checkpoint'
+        files = [p.name for p in folder.iterdir()]
+        if 'manifest.json' in files: return 'saving: complete, without its name'
+        return 'saving: in a file' if any(file.endswith('.tmp') for file in files) else 'saving: between two files'
+    if any(name.endswith('.tmp') for name in changed): return 'writing the log anew, or the finished model'
+    rows = read_log(log) if log.exists() else []
+    if rows and rows[-1]['step'] == int(last[5:] or 0) and 'val_loss' in rows[-1]: return 'just saved'
+    if any('val_loss' in row and row['step'] > int(last[5:] or 0) for row in rows): return 'saving: before the first file'
+    return 'training'
+
+def result(out: Path) -> dict[str, bytes]:
+    "All that must be the same, by file. Times are left out: they are the clock's, not the run's."
+    files = [out / name for name in ('log.jsonl', 'config.json', 'model.safetensors')]
+    files += [folder / name for folder in checkpoints(out) for name in ('config.json', 'model.safetensors', 'state.pt')]
+    progress = {folder: json.loads((folder / 'progress.json').read_text()) | dict(minutes=0) for folder in checkpoints(out)}
+    return ({str(p.relative_to(out)): p.read_bytes() for p in files}
+            | {f'{folder.name}/progress.json': json.dumps(at).encode() for folder, at in progress.items()})
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--kills', type=int, default=20)
+    parser.add_argument('--seed', type=int, default=1, help='of the moments')
+    parser.add_argument('--steps', type=int, default=120, help='of the run')
+    parser.add_argument('--pause', type=float, default=0.004, help='seconds that each sync and each rename is late')
+    parser.add_argument('--record', type=Path, default=RESULTS / 'kills.json')
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    moments, place, kills, runs = random.Random(args.seed), Path(tempfile.mkdtemp()), [], 0
+    train(place / 'warm', 1)                            # what torch loads late is loaded here, once, and not in every fork
+    began = time.monotonic()
+    assert ended(start(place / 'whole', args.steps, args.pause), 600)
+    lasted, wanted = time.monotonic() - began, result(place / 'whole')
+    while len(kills) < args.kills:                      # a run that ends before all kills is followed by another
+        runs += 1
+        out, done = place / f'killed-{runs}', False
+        while not done:
+            after, fuse, since = 600.0, None, time.time()
+            before = checkpoints(out)[-1].name if checkpoints(out) else None
+            if len(kills) < args.kills and len(kills) % 2: after = moments.uniform(0, 2 * lasted / args.kills)
+            elif len(kills) < args.kills: fuse = moments.randrange(1, 60)
+            if not (done := ended(start(out, args.steps, args.pause, fuse), after)):
+                kills.append(dict(run=runs, started_from=before, seconds=round(time.time() - since, 3), aimed_at=fuse, during=phase(out, since)))
+                print(f'kill {len(kills)}: {kills[-1]}', flush=True)
+        found = result(out)
+        parted = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        if parted: raise SystemExit(f'run {runs}, killed {sum(k["run"] == runs for k in kills)} times, parts from the whole one in {parted}; see {place}')
+        print(f'run {runs}: {len(found)} files, all equal to those of the run never killed', flush=True)
+    during = dict(Counter(kill['during'] for kill in kills).most_common())
+    record = dict(name='kills', command=shlex.join(['python', 'benchmarks/kills.py', *sys.argv[1:]]), seed=args.seed, machine=machine(),
+                  date=str(date.today()), torch=torch.__version__, metrics=dict(
+                      kills=len(kills), while_saving=sum(n for what, n in during.items() if what.startswith('saving')), runs=runs,
+                      steps=args.steps, seconds_never_killed=round(lasted, 1), files_compared=len(wanted), files_that_differ=0),
+                  during=during, kills=kills)
+    write_whole(args.record, json.dumps(record, indent=2) + '\n') if args.record != Path(os.devnull) else None
+    shutil.rmtree(place)
+
+if __name__ == '__main__': main()

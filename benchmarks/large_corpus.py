@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""What a corpus larger than memory costs: toy EN-DE pairs written to two files, encoded onto disk, trained from.
+
+    python benchmarks/large_corpus.py                           # 250 thousand, 500 thousand, 1 million; the record in results/
+    python benchmarks/large_corpus.py --sizes 2000 4000 --out - # a rehearsal, printed alone
+
+Each size is prepared, and trained from, by a process of its own, so that its memory is its own. The files of the smaller sizes are the
+beginning of the largest's. Ten million is read off the straight line through the measured times.
+"""
+import argparse, json, os, resource, shlex, statistics, subprocess, sys, tempfile, time
+from datetime import date
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from annotated_transformer.batches import BatchLoader, padding_share
+from annotated_transformer.corpora import load_corpus
+from annotated_transformer.large_corpora import len_cores, open_pairs, tokenizer_for
+from annotated_transformer.optimizer import make_optimizer
+from annotated_transformer.recipe import versions
+from annotated_transformer.toy_languages import toy_pairs
+from annotated_transformer.training import batch_loss
+from annotated_transformer.transformer import Transformer, TransformerConfig
+from annotated_transformer.vocabulary import load_tokenizer, write_whole
+
+from record import RESULTS, machine
+
+VOCAB, MAX_TOKENS, MAX_LEN = 4000, 4096, 256
+
+def rss_mb() -> float: return psutil.Process().memory_info().rss/1e6
+
+def cpu_seconds() -> float:
+    "Of this process and those of its children that have ended."
+    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+
+def corpus(folder: Path, n: int):
+    return load_corpus('files', src=folder/f'{n}.en', tgt=folder/f'{n}.de', on_disk=True, max_words=100, max_ratio=9., unique=True)
+
+def generate(folder: Path, sizes: list[int], seed: int) -> dict[int, float]: # {size: seconds until so many were written}
+    "Write the pairs of the largest size, and of the others on the way."
+    began, seconds = time.perf_counter(), {}
+    files = {n: [open(folder/f'{n}.{lang}', 'w', encoding='utf-8') for lang in ('en', 'de')] for n in sizes}
+    for i, pair in enumerate(islice(toy_pairs('train', seed), max(sizes)), 1):
+        for n in sizes:
+            if i <= n: files[n][0].write(pair.src + '\n'), files[n][1].write(pair.tgt + '\n')
+        if i in sizes: seconds[i] = time.perf_counter() - began
+        if i % 100_000 == 0: print(f'{i:,} pairs written, {time.perf_counter() - began:.0f} s', file=sys.stderr, flush=True)
+    for pair_of_files in files.values():
+        for file in pair_of_files: file.close()
+    return seconds
+
+def prepare(folder: Path, n: int) -> dict:
+    "Encode a size; the tokenizer is there, so that its learning, from a sample, is not in the figures."
+    found, tokenizer = corpus(folder, n), load_tokenizer(folder/'tokenizer.json')
+    began = time.perf_counter()
+    pairs = open_pairs(found['train'], tokenizer, found.langs, MAX_LEN, folder/'encoded')
+    seconds, encoded = time.perf_counter() - began, sum(p.stat().st_size for p in pairs.folder.iterdir())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    began = time.perf_counter()
+    open_pairs(found['train'], tokenizer, found.langs, MAX_LEN, folder/'encoded')
+    return dict(prepare_seconds=seconds, prepare_cpu_seconds=cpu_seconds(), reopen_seconds=time.perf_counter() - began,
+                prepare_rss_mb=peak[0]*1024/1e6, prepare_worker_rss_mb=peak[1]*1024/1e6, kept=len(pairs), dropped=pairs.dropped,
+                encoded_mb=encoded/1e6, tokens=pairs.tokens)
+
+def train(folder: Path, n: int, steps: int) -> dict:
+    "Some steps of `tiny`, then a whole epoch of the loader alone, which looks at every pair."
+    torch.manual_seed(0)
+    found, tokenizer = corpus(folder, n), load_tokenizer(folder/'tokenizer.json')
+    pairs = open_pairs(found['train'], tokenizer, found.langs, MAX_LEN, folder/'encoded', progress_bar=False)
+    model = Transformer(TransformerConfig.preset('tiny', vocab_size=len(tokenizer)))
+    optimizer, loader, seconds, most = make_optimizer(model), BatchLoader(pairs, MAX_TOKENS, seed=1), [], 0.
+    began = time.perf_counter()
+    n_batches = len(loader)
+    counted = time.perf_counter() - began
+    for batch in islice(loader.epoch(0), steps):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        (batch_loss(model, batch, 0.1)/batch.n_tokens).backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - began)
+        most = max(most, rss_mb())
+    after_steps, began, batches = most, time.perf_counter(), 0
+    for batch in loader.epoch(1): batches += 1
+    of_loader = (time.perf_counter() - began)/batches
+    step = statistics.median(seconds[1:])
+    return dict(batches=n_batches, count_seconds=counted, step_ms=1000*step, loader_ms=1000*of_loader, loader_share=of_loader/step,
+                padding=padding_share(islice(loader.epoch(2), 100)), rss_after_steps_mb=after_steps, rss_mb=max(most, rss_mb()))
+
+def measure(stage: str, folder: Path, n: int, steps: int) -> dict:
+    "Run a stage in a process of its own."
+    command = [sys.executable, __file__, '--stage', stage, '--folder', str(folder), '--sizes', str(n), '--steps', str(steps)]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+
+def rounded(value):
+    if isinstance(value, dict): return {k: rounded(v) for k, v in value.items()}
+    return float(f'{value:.4g}') if isinstance(value, float) else value
+
+def line(rows: list[dict]) -> dict:
+    "Preparation as a straight line, and what it says of ten million."
+    slope, start = np.polyfit([row['pairs']/1e6 for row in rows], [row['prepare_seconds'] for row in rows], 1)
+    fitted = [start + slope*row['pairs']/1e6 for row in rows]
+    off = max(abs(f/row['prepare_seconds'] - 1) for f, row in zip(fitted, rows))
+    last = rows[-1]
+    return dict(seconds=start, seconds_per_million=slope, furthest_off=off, ten_million_minutes=(start + 10*slope)/60,
+                ten_million_encoded_mb=10e6*last['encoded_mb']/last['pairs'])
+
+def table(rows: list[dict]) -> str:
+    keys = 'pairs generate_seconds prepare_seconds prepare_cpu_seconds encoded_mb prepare_rss_mb rss_mb step_ms loader_ms loader_share'.split()
+    lines = [keys] + [[f'{row[key]:,}' if key == 'pairs' else f'{row[key]:.4g}' for key in keys] for row in rows]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(keys))]
+    return '\n'.join('  '.join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--sizes', type=int, nargs='+', default=[250_000, 500_000, 1_000_000], help='pairs')
+    parser.add_argument('--steps', type=int, default=15, help='of training, at each size')
+    parser.add_argument('--seed', type=int, default=1, help='of the sentences')
+    parser.add_argument('--folder', type=Path, help='where the files go; a temporary folder, removed in the end, unless given')
+    parser.add_argument('--out', default='large-corpus', help='name of the record in results/; -: none')
+    parser.add_argument('--note', default='', help='what a reader of the record should know: was the machine shared?')
+    parser.add_argument('--stage', choices=['prepare', 'train'], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.stage:
+        stage = prepare(args.folder, args.sizes[0]) if args.stage == 'prepare' else train(args.folder, args.sizes[0], args.steps)
+        return print(json.dumps(stage))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, sizes, load = args.folder or Path(temporary), sorted(args.sizes), [os.getloadavg()[0]]
+        folder.mkdir(parents=True, exist_ok=True)
+        generated = generate(folder, sizes, args.seed)
+        began = time.perf_counter()
+        smallest = corpus(folder, sizes[0])
+        tokenizer_for('bpe', smallest['train'], smallest.langs, VOCAB).save(folder/'tokenizer.json')
+        tokenizer_seconds, rows = time.perf_counter() - began, []
+        for n in sizes:
+            rows.append(rounded(dict(pairs=n, generate_seconds=generated[n], **measure('prepare', folder, n, 0),
+                                     **measure('train', folder, n, args.steps))))
+            load.append(os.getloadavg()[0])
+            print(table(rows), flush=True)
+    metrics = dict(sizes=rows, line=rounded(line(rows)) if len(rows) > 1 else None, num_proc=len_cores(), tokenizer_seconds=round(tokenizer_seconds, 1),
+                   vocab_size=VOCAB, max_tokens=MAX_TOKENS, steps=args.steps, load_average=[round(x, 1) for x in load])
+    record = dict(name=args.out, command='python benchmarks/' + shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), seed=args.seed, machine=machine(),
+                  date=str(date.today()), note=args.note, metrics=metrics, versions=versions())
+    print(json.dumps(metrics['line'], indent=1))
+    if args.out != '-': write_whole(RESULTS/f'{args.out}.json', json.dumps(record, indent=2) + '\n')
+
+if __name__ == '__main__': main()
