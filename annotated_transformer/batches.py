@@ -13,7 +13,7 @@ from itertools import islice
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 from torch import Tensor
 
 from .vocabulary import BOS, EOS, PAD, Tokenizer
@@ -114,7 +114,7 @@ def round_up(widths: np.ndarray, multiple: int) -> np.ndarray: return (widths.as
 
 # %% ../nbs/13_batches.ipynb #23-33b2cfx
 def token_batches(
-    lengths: Int[np.ndarray, 'n 2'] | Sequence[tuple[int, int]], # (source, target) positions of each pair, special tokens included
+    lengths: Integer[np.ndarray, 'n 2'] | Sequence[tuple[int, int]], # (source, target) positions of each pair, special tokens included
     max_tokens: int,      # positions of a batch on its larger side, padding included, at most
     seed: int = 0,
     epoch: int = 0,       # each epoch has batches and an order of its own

@@ -245,7 +245,7 @@ def mend(out: Path) -> None:
         with contextlib.suppress(OSError): # its name is taken: then it was replaced
             if not old.with_suffix('').exists(): os.replace(old, old.with_suffix(''))
 
-# %% ../nbs/17_checkpoints.ipynb #61-3135a3
+# %% ../nbs/17_checkpoints.ipynb #63-3135a3
 def keep(
     out: Path,
     last: int,                 # how many of the newest stay
@@ -260,7 +260,7 @@ def keep(
         if folder.name not in stay: shutil.rmtree(folder.rename(folder.with_name(folder.name + '.partial')))
     for left in Path(out).glob('.' + 16 * '?' + '.tmp'): left.unlink() # of write_whole
 
-# %% ../nbs/17_checkpoints.ipynb #64-8e9bb7
+# %% ../nbs/17_checkpoints.ipynb #66-8e9bb7
 def best_steps(
     rows: Iterable[dict], # of a log
     monitor: Literal['val_loss', 'val_bleu'],
@@ -271,7 +271,7 @@ def best_steps(
     values = {row['step']: sign * row[monitor] for row in rows if monitor in row and not math.isnan(row[monitor])}
     return sorted(values, key=lambda step: (values[step], step))[:n]
 
-# %% ../nbs/17_checkpoints.ipynb #67-15a13d
+# %% ../nbs/17_checkpoints.ipynb #69-15a13d
 def average_checkpoints(
     folders: Sequence[Path], # of one model, tokenizer and all
     out: Path,               # must not exist yet
@@ -306,7 +306,7 @@ def origin(folder: Path) -> dict:
         return dict(run=told) if path.name == 'run.json' else {key: told[key] for key in ('run', 'versions') if key in told}
     return {}
 
-# %% ../nbs/17_checkpoints.ipynb #73-dd3cd8
+# %% ../nbs/17_checkpoints.ipynb #75-dd3cd8
 def read_log(path: Path) -> list[dict]:
     "The rows of a `log.jsonl`; a last line that is still being written, or never was to its end, is left out."
     rows, (*lines, _) = [], Path(path).read_text('utf-8', errors='replace').split('\n')

@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'MADE', 'RunConfig', 'default_run', 'differences', 'settings', 'claim', 'run_tokenizer', 'evaluate',
-           'versions', 'open_run', 'new_model', 'train_translator', 'phenomenon_scores']
+           'versions', 'open_run', 'training_ids', 'new_model', 'train_translator', 'phenomenon_scores']
 
 # %% ../nbs/24_en_de.ipynb #02-24368d
 import json, platform, shutil
@@ -14,7 +14,8 @@ import torch
 
 import annotated_transformer
 from .batches import Batch, BatchLoader, encode_pairs
-from .corpora import Corpus, CorpusConfig, load_corpus
+from .corpora import Corpus, CorpusConfig, Stream, load_corpus
+from .large_corpora import open_pairs, tokenizer_for
 from .scoring import Scores, score, score_groups
 from .toy_languages import toy_ende
 from .checkpoints import save_model
@@ -22,7 +23,7 @@ from .distributed import World
 from .training import TrainConfig, Trainer
 from .transformer import Transformer, TransformerConfig
 from .translator import Translator, best_device
-from .vocabulary import Tokenizer, load_tokenizer, train_tokenizer, write_whole
+from .vocabulary import Tokenizer, dropout_pairs, load_tokenizer, use_vectors, write_whole
 
 # %% ../nbs/24_en_de.ipynb #06-02bf09
 @dataclass(frozen=True)
@@ -33,8 +34,15 @@ class RunConfig:
     training: TrainConfig
     tokenizer: Literal['bpe', 'words'] = 'bpe' # byte-pair encoding, or whole words
     val_sentences: int = 0 # sentences of `val` translated greedily for a BLEU at each validation; 0: none
+    bpe_dropout: float = 0.0 # share of merges left out at random, anew in every epoch (page 12); 0: none
+    vectors: Path | None = None # word vectors to start from, in GloVe's or fastText's text format (page 12)
+    freeze_vectors: bool = False # keep them as they are
 
     def __post_init__(self):
+        if not 0 <= self.bpe_dropout < 1: raise ValueError(f'bpe_dropout={self.bpe_dropout} must be at least 0 and below 1')
+        if self.bpe_dropout and self.corpus.large: raise ValueError('bpe_dropout cuts pairs anew in memory, and this corpus is mapped from disk: choose one')
+        if self.bpe_dropout and self.tokenizer != 'bpe': raise ValueError(f'bpe_dropout leaves out merges, and tokenizer={self.tokenizer!r} has none')
+        if self.freeze_vectors and not self.vectors: raise ValueError('freeze_vectors needs vectors, a file of word vectors')
         if self.val_sentences < 0: raise ValueError(f'val_sentences={self.val_sentences} must be at least 0')
         if self.training.monitor == 'val_bleu' and not self.val_sentences:
             raise ValueError("monitor='val_bleu' needs a BLEU at each validation: set val_sentences, to 200 say")
@@ -100,7 +108,7 @@ def run_tokenizer(out: Path, config: RunConfig, corpus: Corpus, overwrite: bool 
     "The tokenizer of a run: the one in its folder, or one learned from its training split."
     path = out / 'tokenizer.json'
     if path.is_file() and not overwrite: return load_tokenizer(path)
-    return train_tokenizer(config.tokenizer, corpus['train'], corpus.langs, config.model.vocab_size)
+    return tokenizer_for(config.tokenizer, corpus['train'], corpus.langs, config.model.vocab_size)
 
 # %% ../nbs/24_en_de.ipynb #19-4224ae
 def evaluate(
@@ -121,7 +129,7 @@ def versions() -> dict[str, str]:
                 tokenizers=tokenizers.__version__, python=platform.python_version(), threads=str(torch.get_num_threads()),
                 device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine())
 
-# %% ../nbs/24_en_de.ipynb #23-f0fc27
+# %% ../nbs/24_en_de.ipynb #23-2a7baa
 def open_run(config: RunConfig, out: Path, overwrite: bool = False, world: World = World()) -> tuple[Corpus, Tokenizer]:
     "The corpus and the vocabulary of a run, whose folder is claimed for it. Raises ValueError if it belongs to another."
     corpus = load_corpus(config.corpus)
@@ -133,10 +141,19 @@ def open_run(config: RunConfig, out: Path, overwrite: bool = False, world: World
     world.wait()
     return corpus, load_tokenizer(out / 'tokenizer.json')
 
-def new_model(config: RunConfig, tokenizer: Tokenizer) -> Transformer:
-    "The untrained model of a run: its weights are a function of the seed."
+def training_ids(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer, progress_bar: bool = True):
+    "What the loader draws from: ids in memory, ids cut anew in every epoch (page 12), or ids mapped from disk (page 18)."
+    pairs, langs, max_len = corpus['train'], corpus.langs, config.model.max_len
+    if isinstance(pairs, Stream): return open_pairs(pairs, tokenizer, langs, max_len, progress_bar=progress_bar)
+    if config.bpe_dropout: return dropout_pairs(pairs, tokenizer, langs, max_len, config.bpe_dropout, config.training.seed)
+    return encode_pairs(pairs, tokenizer, langs, max_len)
+
+def new_model(config: RunConfig, tokenizer: Tokenizer) -> tuple[Transformer, dict[str, float]]: # and what is worth logging of it
+    "The untrained model of a run, a function of its seed, with word vectors if it has some."
     torch.manual_seed(config.training.seed)
-    return Transformer(replace(config.model, vocab_size=len(tokenizer))).to(best_device())
+    model, told = Transformer(replace(config.model, vocab_size=len(tokenizer))), {}
+    if config.vectors: told['covered_by_vectors'] = use_vectors(model, config.vectors, tokenizer, config.freeze_vectors)
+    return model.to(best_device()), told
 
 # %% ../nbs/24_en_de.ipynb #21-9bb1c9
 def train_translator(
@@ -151,16 +168,18 @@ def train_translator(
     out, c = Path(out), config.training
     corpus, tokenizer = open_run(config, out, overwrite, world)
     if (out / 'training.json').is_file(): return Translator.load(out)
-    def ids(pairs): return encode_pairs(pairs, tokenizer, corpus.langs, config.model.max_len)
     def save(model, folder):
         save_model(model, folder)
         tokenizer.save(Path(folder) / 'tokenizer.json')
     def bleu(model):
         some = corpus['val'][:config.val_sentences]
         return dict(val_bleu=evaluate(Translator(model, tokenizer), some, beam_size=1)[0].bleu) if some else {}
-    batches = BatchLoader(ids(corpus['train']), c.max_tokens, c.seed, rank=world.rank, world=world.size)
-    val_batches = list(BatchLoader(ids(corpus['val']), c.max_tokens, shuffle=False).epoch(0))
-    trainer = Trainer(new_model(config, tokenizer), batches, val_batches, c, out, bleu, save, progress_bar, watch, world)
+    batches = BatchLoader(training_ids(config, corpus, tokenizer, progress_bar and world.leader), c.max_tokens, c.seed,
+                          rank=world.rank, world=world.size, multiple=16 if c.compile else 1)
+    val_ids = encode_pairs(corpus['val'], tokenizer, corpus.langs, config.model.max_len)
+    model, told = new_model(config, tokenizer)
+    trainer = Trainer(model, batches, list(BatchLoader(val_ids, c.max_tokens, shuffle=False).epoch(0)), c, out, bleu, save, progress_bar, watch, world)
+    if world.leader: trainer.reporter.once({f'dropped_{reason}': n for reason, n in corpus.dropped.items()} | told)
     translator = Translator(trainer.fit(), tokenizer)
     if world.leader:
         scores = evaluate(translator, corpus['val'])[0]

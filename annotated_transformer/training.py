@@ -174,7 +174,7 @@ def on_device(
             if ready is not None: yield ready
     if ahead is not None: yield ahead
 
-# %% ../nbs/16_training.ipynb #40-c9c794
+# %% ../nbs/16_training.ipynb #40-d8dbfc
 class Reporter:
     "What a run tells: `log.jsonl`, `clock.jsonl`, its progress bar and, if asked, TensorBoard and a function."
     def __init__(
@@ -193,6 +193,11 @@ class Reporter:
         "Forget what an interrupted run logged after its last checkpoint."
         for path in (self.log, self.clock): cut_log(path, at.step)
         self.tokens, self.since = at.tokens, time.monotonic()
+
+    def once(self, figures: dict) -> None:
+        "Figures from before the first step: written when a run begins, not when it goes on."
+        begun = self.log.exists() and any(row['step'] == 0 for row in read_log(self.log))
+        if figures and not begun: self.write(Progress(), figures)
 
     def write(self, at: Progress, figures: dict, **clock) -> None:
         "One row of each file."
@@ -214,7 +219,7 @@ class Reporter:
         self.write(at, figures)
         if not self.bar.disable: self.bar.write(f'step {at.step}: ' + ', '.join(f'{k} {v:.3f}' for k, v in figures.items()), file=sys.stderr)
 
-# %% ../nbs/16_training.ipynb #41-b1d53f
+# %% ../nbs/16_training.ipynb #41-d4c1a7
 def board(folder: Path):
     "A writer of TensorBoard events. Raises ValueError that says how to install it."
     try: from torch.utils.tensorboard import SummaryWriter
@@ -223,8 +228,9 @@ def board(folder: Path):
 
 def timed_log(out: Path) -> list[dict]:
     "The rows of a run's log, each with its `minutes` and, where it has one, its speed."
-    rows, clock = (read_log(Path(out) / f'{name}.jsonl') for name in ('log', 'clock'))
-    return [row | time for row, time in zip(rows, clock)]
+    rows, times = (read_log(Path(out) / f'{name}.jsonl') for name in ('log', 'clock'))
+    clock = {(row['step'], 'tokens_per_second' in row): row for row in times} # a step may have a line and a validation
+    return [row | clock.get((row['step'], 'rate' in row), {}) for row in rows]
 
 # %% ../nbs/16_training.ipynb #44-82115e
 class Interrupted(KeyboardInterrupt):

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from .attention import MultiHeadAttention, causal_mask, padding_mask
-from .layers import Decoder, DecoderCache, Encoder, FeedForward, Norm
+from .layers import Decoder, DecoderCache, Dropout, Encoder, FeedForward, Norm
 from .positions import (AlibiPositions, LearnedPositions, NoPositions, Positions, RotaryPositions,
                                               SinusoidalPositions)
 from .vocabulary import PAD
@@ -121,7 +121,7 @@ class Embeddings(nn.Module):
         self.scale = math.sqrt(c.d_model)  # ... and so do tokens, which must stand up to their positions
         add_positions = {'sinusoidal': SinusoidalPositions, 'learned': LearnedPositions}.get(c.positions, NoPositions)
         self.src_positions, self.tgt_positions = (add_positions(c.d_model, c.max_len) for _ in range(2))
-        self.dropout = nn.Dropout(c.dropout)
+        self.dropout = Dropout(c.dropout)
 
     def embed_src(
         self,

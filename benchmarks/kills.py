@@ -9,13 +9,14 @@ Every other kill is aimed at the disk: it falls just before a sync or a rename, 
 half of them in a save. Those between fall at any moment, and each sync and rename takes some milliseconds longer than it
 would, so that they meet saves too. What a run was doing when it was killed is read off the files that it left.
 """
-import argparse, itertools, json, os, random, shlex, shutil, signal, sys, tempfile, time
+import argparse, itertools, json, os, random, shlex, shutil, signal, sys, tempfile, threading, time
 from collections import Counter
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
 import torch
+from tqdm.auto import tqdm
 
 from annotated_transformer.batches import BatchLoader
 from annotated_transformer.checkpoints import checkpoints, read_log
@@ -52,6 +53,7 @@ def start(out: Path, steps: int, pause: float, fuse: int | None = None) -> int:
     child = os.fork()
     if child: return child
     try:
+        tqdm.set_lock(threading.RLock())                # its own is shared by forks, and a killed one would keep it
         slow_disk(pause, fuse)
         train(out, steps)
         os._exit(0)
@@ -82,7 +84,7 @@ def phase(out: Path, since: float) -> str:
         return 'saving: in a file' if any(file.endswith('.tmp') for file in files) else 'saving: between two files'
     if any(name.endswith('.tmp') for name in changed): return 'writing the log anew, or the finished model'
     rows = read_log(log) if log.exists() else []
-    if rows and rows[-1]['step'] == int(last[5:] or 0) and 'val_loss' in rows[-1]: return 'just saved'
+    if last in changed and rows[-1]['step'] == int(last[5:]): return 'just saved'
     if any('val_loss' in row and row['step'] > int(last[5:] or 0) for row in rows): return 'saving: before the first file'
     return 'training'
 
@@ -98,7 +100,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--kills', type=int, default=20)
     parser.add_argument('--seed', type=int, default=1, help='of the moments')
-    parser.add_argument('--steps', type=int, default=120, help='of the run')
+    parser.add_argument('--steps', type=int, default=160, help='of the run')
     parser.add_argument('--pause', type=float, default=0.004, help='seconds that each sync and each rename is late')
     parser.add_argument('--record', type=Path, default=RESULTS / 'kills.json')
     args = parser.parse_args()
@@ -114,7 +116,7 @@ def main():
         while not done:
             after, fuse, since = 600.0, None, time.time()
             before = checkpoints(out)[-1].name if checkpoints(out) else None
-            if len(kills) < args.kills and len(kills) % 2: after = moments.uniform(0, 2 * lasted / args.kills)
+            if len(kills) < args.kills and len(kills) % 2: after = moments.uniform(0, lasted / args.kills)
             elif len(kills) < args.kills: fuse = moments.randrange(1, 60)
             if not (done := ended(start(out, args.steps, args.pause, fuse), after)):
                 kills.append(dict(run=runs, started_from=before, seconds=round(time.time() - since, 3), aimed_at=fuse, during=phase(out, since)))
@@ -125,7 +127,7 @@ def main():
         print(f'run {runs}: {len(found)} files, all equal to those of the run never killed', flush=True)
     during = dict(Counter(kill['during'] for kill in kills).most_common())
     record = dict(name='kills', command=shlex.join(['python', 'benchmarks/kills.py', *sys.argv[1:]]), seed=args.seed, machine=machine(),
-                  date=str(date.today()), torch=torch.__version__, metrics=dict(
+                  date=str(date.today()), torch=torch.__version__, result=dict(
                       kills=len(kills), while_saving=sum(n for what, n in during.items() if what.startswith('saving')), runs=runs,
                       steps=args.steps, seconds_never_killed=round(lasted, 1), files_compared=len(wanted), files_that_differ=0),
                   during=during, kills=kills)

@@ -75,18 +75,21 @@ def train(folder: Path, n: int, steps: int) -> dict:
     began = time.perf_counter()
     n_batches = len(loader)
     counted = time.perf_counter() - began
+    cpu = []
     for batch in islice(loader.epoch(0), steps):
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         optimizer.zero_grad()
         (batch_loss(model, batch, 0.1)/batch.n_tokens).backward()
         optimizer.step()
         seconds.append(time.perf_counter() - began)
+        cpu.append(time.process_time() - cpu_began)
         most = max(most, rss_mb())
-    after_steps, began, batches = most, time.perf_counter(), 0
+    after_steps, began, cpu_began, batches = most, time.perf_counter(), time.process_time(), 0
     for batch in loader.epoch(1): batches += 1
-    of_loader = (time.perf_counter() - began)/batches
-    step = statistics.median(seconds[1:])
+    of_loader, of_loader_cpu = (time.perf_counter() - began)/batches, (time.process_time() - cpu_began)/batches
+    step, step_cpu = statistics.median(seconds[1:]), statistics.median(cpu[1:])
     return dict(batches=n_batches, count_seconds=counted, step_ms=1000*step, loader_ms=1000*of_loader, loader_share=of_loader/step,
+                step_cpu_ms=1000*step_cpu, loader_cpu_ms=1000*of_loader_cpu, threads=torch.get_num_threads(),
                 padding=padding_share(islice(loader.epoch(2), 100)), rss_after_steps_mb=after_steps, rss_mb=max(most, rss_mb()))
 
 def measure(stage: str, folder: Path, n: int, steps: int) -> dict:

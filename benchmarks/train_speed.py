@@ -26,7 +26,7 @@ from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.optimizer import make_optimizer
 from annotated_transformer.positions import SinusoidalPositions
 from annotated_transformer.recipe import versions
-from annotated_transformer.training import TrainConfig, train_step
+from annotated_transformer.training import Objective, TrainConfig, train_step
 from annotated_transformer.transformer import Transformer, TransformerConfig, count_parameters
 from annotated_transformer.vocabulary import PAD, train_tokenizer, write_whole
 from record import RESULTS, machine
@@ -126,8 +126,8 @@ def contender(name, size, device, precision):
     torch.manual_seed(SEED)
     if name == OURS:
         model = Transformer(size.model).to(device).train()
-        config, optimizer = TrainConfig(label_smoothing=SMOOTHING, clip_norm=CLIP, precision=precision), make_optimizer(model)
-        return model, lambda batch: train_step(model, [batch], optimizer, RATE, config)
+        objective, optimizer = Objective(model, TrainConfig(label_smoothing=SMOOTHING, precision=precision)), make_optimizer(model)
+        return model, lambda batch: train_step(objective, [batch], optimizer, RATE, CLIP)
     build, everywhere = OTHERS[name]
     model, loss_of = build(size.model, everywhere)
     model.to(device).train()

@@ -13,7 +13,7 @@ PAIRS = Path(tempfile.mkdtemp()) / 'pairs.tsv' # few: a run starts several times
 
 @pytest.fixture(scope='module', autouse=True)
 def pairs():
-    PAIRS.write_text(''.join(f'{p.src}\t{p.tgt}\n' for p in toy_ende('train', 1200)), encoding='utf-8')
+    PAIRS.write_text(''.join(f'{p.src}\t{p.tgt}\n' for p in toy_ende('train', n=1200)), encoding='utf-8')
     yield
     shutil.rmtree(PAIRS.parent)
 

@@ -1,18 +1,26 @@
 "What the vocabulary page cannot show: other processes, full disks, any string at all, and real text where it is at hand."
+import gzip
 import json
 import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from annotated_transformer.batches import encode_pairs
 from annotated_transformer.corpora import load_corpus
+from annotated_transformer.losses import linear_cross_entropy
+from annotated_transformer.optimizer import make_optimizer
 from annotated_transformer.toy_languages import toy_ende
-from annotated_transformer.vocabulary import (BOS, EOS, PAD, SPECIALS, UNK, BytePairTokenizer, Vocabulary, WordTokenizer,
-                                              build_vocab_from_iterator, load_tokenizer, normalize, train_tokenizer, write_whole)
+from annotated_transformer.transformer import Transformer, TransformerConfig
+from annotated_transformer.vocabulary import (BOS, EOS, PAD, SPECIALS, UNK, BytePairDropout, BytePairTokenizer, Vocabulary,
+                                              WordTokenizer, build_vocab_from_iterator, dropout_pairs, load_tokenizer,
+                                              load_vectors, normalize, read_vectors, train_tokenizer, use_vectors, write_whole)
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get('ANNOTATED_TRANSFORMER_MULTI30K') or ROOT.parent/'shared/data/multi30k')
@@ -126,6 +134,240 @@ def test_unseen_real_text_keeps_its_letters():
         ids = tokenizer.encode_batch(texts)
         assert sum(row.count(UNK) for row in ids) < 10
         assert sum(tokenizer.decode(row) == normalize(text) for text, row in zip(texts, ids)) > 990
+
+
+# --- BPE-dropout
+
+@pytest.fixture(scope='module')
+def pieces():
+    "Pieces learned from a real training set where there is one."
+    if DATA.is_dir(): return train_tokenizer('bpe', load_corpus('multi30k', data_dir=DATA)['train'][:5000], LANGS, 3000)
+    return train_tokenizer('bpe', [(p.src, p.tgt) for p in toy_ende('train', n=3000)], LANGS, 800)
+
+
+def test_no_dropout_is_the_library_on_any_string(pieces):
+    rng = random.Random(0)
+    kinds = [range(0x80), range(0x250), range(0x3000), range(0xd700, 0xe100), range(0x1f300, 0x1f700), range(sys.maxunicode + 1)]
+    strings = [''.join(chr(rng.choice(kind)) for _ in range(rng.randrange(30))) for kind in kinds for _ in range(60)]
+    strings += ['', ' ', '▁', '▁▁a', '_', 'a▁b', '中中文', 'x中x文中x', 'aaaaaaa', 'Ha'*50, ' '.join(SPECIALS), '<eos>'*3, 'e\u0301', '\0']
+    strings += [text for p in toy_ende('test', n=200) for text in (p.src, p.tgt)]
+    assert BytePairDropout(pieces, 0.0).encode_batch(strings) == pieces.encode_batch(strings)
+    letters = BytePairDropout(pieces, 1.0).encode_batch(strings)
+    assert all(i == UNK or len(pieces.token(i)) == 1 for row in letters for i in row)
+    for row, sampled in zip(pieces.encode_batch(strings), BytePairDropout(pieces, 0.3).encode_batch(strings)):
+        assert pieces.decode(sampled) == pieces.decode(row) and UNK <= min(sampled, default=UNK)
+        assert sampled.count(UNK) == row.count(UNK)           # no merge makes or breaks an unknown
+
+
+@needs_data
+def test_no_dropout_is_the_library_on_all_of_multi30k():
+    "In a process whose functions are not checked at each call; and what a pass costs beside the library's."
+    done = python('''
+import sys, time
+from annotated_transformer.corpora import load_corpus
+from annotated_transformer.vocabulary import BytePairDropout, dropout_pairs, train_tokenizer
+corpus = load_corpus('multi30k', data_dir=sys.argv[1])
+tokenizer = train_tokenizer('bpe', corpus['train'], corpus.langs, 4000)
+texts = [text for split in ('train', 'val', 'test_2016_flickr') for pair in corpus[split] for text in pair]
+assert BytePairDropout(tokenizer, 0.).encode_batch(texts) == tokenizer.encode_batch(texts)
+print(len(texts))
+''', DATA)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 60_000
+
+
+def exact_cuts(state, merges, p):
+    "The probability of each end of algorithm 1 of Provilkov et al. (2020), by following all ways."
+    possible = sorted((merges[pair], i) for i, pair in enumerate(zip(state, state[1:])) if pair in merges)
+    found = Counter({state: p**len(possible)})
+    for j, ((_, new), i) in enumerate(possible):
+        for end, q in exact_cuts(state[:i] + (new,) + state[i+2:], merges, p).items(): found[end] += p**j * (1 - p) * q
+    return found
+
+
+def queue_cuts(state, merges, p):
+    "The same for the library: a queue, to which what was left out returns whenever something is taken, even a pair that is gone."
+    memory = {}
+    def entry(left, right, i): return [(merges[left, right][0], i, merges[left, right][1])] if (left, right) in merges else []
+    def follow(row, queue):                       # a row keeps its places; what was merged away is None
+        if (row, queue) in memory: return memory[row, queue]
+        found = Counter({tuple(i for i in row if i is not None): p**len(queue)})
+        for j, (_, i, new) in enumerate(queue):
+            after, rest = row, queue[:j] + queue[j+1:]
+            places = [k for k, x in enumerate(row) if x is not None and k > i]
+            if row[i] is not None and places and merges.get((row[i], row[places[0]]), (0, None))[1] == new:
+                after = tuple(new if k == i else None if k == places[0] else x for k, x in enumerate(row))
+                before = [k for k in range(i) if row[k] is not None]
+                more = entry(row[before[-1]], new, before[-1]) if before else []
+                more += entry(new, row[places[1]], i) if len(places) > 1 else []
+                rest = tuple(sorted((*rest, *more)))
+            for end, q in follow(after, rest).items(): found[end] += p**j * (1 - p) * q
+        memory[row, queue] = found
+        return found
+    return follow(state, tuple(sorted(e for i, pair in enumerate(zip(state, state[1:])) for e in entry(*pair, i))))
+
+
+def far(counts, expected):
+    "Chi-square less its mean, in standard deviations; cuts of which fewer than 10 are expected count as one."
+    n = counts.total()
+    rows = [(counts[c], n*q) for c, q in expected.items() if n*q >= 10]
+    rest = n - sum(c for c, _ in rows), n - sum(e for _, e in rows)
+    if rest[1] >= 1: rows.append(rest)
+    assert rest[0] < 10*len(expected) + 30
+    return (sum((c - e)**2/e for c, e in rows) - len(rows) + 1) / (2*(len(rows) - 1))**0.5
+
+
+@pytest.mark.parametrize('p', [0.1, 0.5])
+def test_the_probabilities_are_those_of_the_paper(pieces, p):
+    "Against the calculation; the library against a calculation of what it does instead, and both for words where they are one."
+    from tokenizers import Tokenizer
+    ours, rust, n, same = BytePairDropout(pieces, p), Tokenizer.from_str(pieces.model.to_str()), 5000, 0
+    rust.model.dropout = p
+    for word in 'dog zieht garden street playing Männer Hund'.split():
+        (state,), exact = ours.words(word), exact_cuts(ours.words(word)[0], ours.merges, p)
+        queue = queue_cuts(state, ours.merges, p)
+        assert abs(sum(exact.values()) - 1) < 1e-9 and abs(sum(queue.values()) - 1) < 1e-9 and set(exact) == set(queue)
+        assert far(Counter(map(tuple, ours.encode_batch([word]*n, seed=word))), exact) < 6
+        theirs = Counter(tuple(e.ids) for e in rust.encode_batch([word]*n))
+        assert far(theirs, queue) < 6
+        if sum(abs(exact[c] - queue[c]) for c in exact) < 0.01:
+            same += 1
+            assert far(theirs, exact) < 6
+    assert ours.encode_batch(['zieht dog'], seed=4) == ours.encode_batch(['zieht dog'], seed=4)
+    if DATA.is_dir(): assert same < 7           # they are not one for all
+
+
+def test_dropout_is_the_same_in_every_process(pieces, tmp_path):
+    pieces.save(tmp_path/'t.json')
+    code = '''
+import sys
+from annotated_transformer.toy_languages import toy_ende
+from annotated_transformer.vocabulary import dropout_pairs, load_tokenizer
+pairs = [(p.src, p.tgt) for p in toy_ende('train', n=200)]
+epoch_pairs = dropout_pairs(pairs, load_tokenizer(sys.argv[1]), ('en', 'de'), 20, 0.2, seed=3)
+for epoch in map(int, sys.argv[2].split()): ids = epoch_pairs(epoch)
+print(ids)
+'''
+    runs = [python(code, tmp_path/'t.json', epochs, PYTHONHASHSEED=seed) for epochs, seed in (('0 1 2', '0'), ('2', '7'), ('1', '0'))]
+    assert all(run.returncode == 0 for run in runs), runs[0].stderr
+    assert runs[0].stdout == runs[1].stdout != runs[2].stdout       # epoch 2 is epoch 2, whatever came before
+
+
+def test_dropout_pairs_without_dropout_are_encoded_pairs(pieces, pairs):
+    assert dropout_pairs(pairs, pieces, LANGS, dropout=0.0)(7) == encode_pairs(pairs, pieces, LANGS)
+    with pytest.warns(UserWarning, match='cut'): short = encode_pairs(pairs, pieces, LANGS, 6)
+    assert dropout_pairs(pairs, pieces, LANGS, 6, 0.0)(0) == short
+    assert dropout_pairs([], pieces, LANGS)(0) == []
+
+
+def test_a_memory_that_is_too_small_changes_nothing(pieces, pairs):
+    texts = [text for pair in pairs[:40] for text in pair]
+    large, small = BytePairDropout(pieces, 0.4), BytePairDropout(pieces, 0.4, room=20)
+    assert large.encode_batch(texts, seed=1) == small.encode_batch(texts, seed=1)
+    assert len(small.nexts) <= 20 and len(small.starts) <= 20 < len(large.nexts)
+
+
+def test_dropout_that_cannot_be(pieces, pairs):
+    with pytest.raises(ValueError, match="kind 'words' has none"): dropout_pairs(pairs, train_tokenizer('words', pairs, LANGS), LANGS)
+    for p in (-0.1, 1.5, float('nan')):
+        with pytest.raises(ValueError, match='from 0 to 1'): BytePairDropout(pieces, p)
+    with pytest.raises(ValueError, match='no room beside'): dropout_pairs(pairs, pieces, LANGS, 1)
+
+
+# --- word vectors
+
+WORDS = WordTokenizer([*SPECIALS, 'the', 'dog', '￭.', 'Haus', 'unseen'], LANGS)
+
+
+def write_vectors(path, rows, header=False, end='\n'):
+    "Rows of [word, numbers …] as a file of vectors; gzipped if its name says so."
+    data = (f'{len(rows)} {len(rows[0]) - 1}{end}' if header else '') + ''.join(' '.join(map(str, row)) + end for row in rows)
+    path.write_bytes(gzip.compress(data.encode()) if path.suffix == '.gz' else data.encode())
+    return path
+
+
+@pytest.mark.parametrize('end', ['\n', ' \n', '\r\n'])
+@pytest.mark.parametrize('name', ['a.txt', 'a.vec.gz'])
+@pytest.mark.parametrize('header', [False, True])
+def test_vectors_in_every_format(tmp_path, name, header, end):
+    rows = [['the', 1, 0], ['.', 0, '-2e0'], ['a\u00a0b', 9, 9], ['haus', 3, 3], ['1', 5, 5], ['zz', 7, 7]]
+    path = write_vectors(tmp_path/name, rows, header, end)
+    assert dict(read_vectors(path, 2, lambda word: True)) == {word: [float(x) for x in row] for word, *row in rows}
+    ids, found = load_vectors(path, WORDS, 2)
+    assert ids == [4, 6, 7] and found.dtype == np.float32
+    np.testing.assert_allclose(found / found[0, 0], [[1, 0], [0, -2], [3, 3]], rtol=1e-6)
+    assert np.square(found).mean() == pytest.approx(1/2)
+
+
+def test_the_first_of_two_alike(tmp_path):
+    path = write_vectors(tmp_path/'v.txt', [['HAUS', 0, 1], ['Haus', 1, 0], ['Haus', 5, 5], ['DOG', 2, 0], ['Dog', 0, 2], ['<unk>', 8, 8], ['<eos>', 8, 8]])
+    ids, rows = load_vectors(path, WORDS, 2)
+    assert ids == [5, 7] and rows[0, 1] == rows[1, 1] == 0          # the spelling itself; else the commonest that is alike
+
+
+@pytest.mark.parametrize('data, said', [
+    (b'', 'is empty'), (b'\n', 'line 1'), (b'the 1 2\ndog 1\n', "line 2: a word and 2 numbers expected, not b'dog 1'"),
+    (b'the 1 2\n\ndog 1 2\n', 'line 2'), (b'the 1 2\ndog 1 2 3\n', 'line 2'), (b'the 1 2\ndog 1 two\n', "line 2.*b'two'"),
+    (b'the 1 2\ndog 1 inf\n', 'line 2.*finite'), (b'the 1 2 3\n', 'line 1.*3 numbers.*d_model=2'), (b'5 300\n', 'd_model=2'),
+    (b'the cat sat\n', 'line 1'), (b'other 1 2\n', 'of another language'), (b'the 0 0\n', 'another language'), (b'7 2\n', 'another language'),
+    (b'\xff\xfe 1 2\n', 'another language'), (gzip.compress(b'the 1 2\n'*99)[:-5], 'damaged gzip'),
+    (gzip.compress(b'the 1 2\n'*99)[:20] + b'x'*20, 'damaged gzip')])
+def test_a_file_that_holds_no_vectors(tmp_path, data, said):
+    (tmp_path/'v.txt').write_bytes(data)
+    with pytest.raises(ValueError, match='v.txt.*' + said): load_vectors(tmp_path/'v.txt', WORDS, 2)
+    with pytest.raises(FileNotFoundError): load_vectors(tmp_path/'none.txt', WORDS, 2)
+
+
+def test_a_large_file_is_streamed(tmp_path):
+    "30 MB of vectors of which three are needed: memory grows by little."
+    line = ' '.join(['0.12345']*50)
+    with open(tmp_path/'v.txt', 'w') as file: file.writelines(f'w{i} {line}\n' for i in range(75_000))
+    with open(tmp_path/'v.txt', 'a') as file: file.writelines(f'{w} {line}\n' for w in ('the', 'dog', 'haus'))
+    done = python('''
+import resource, sys
+from annotated_transformer.vocabulary import SPECIALS, WordTokenizer, load_vectors
+tokenizer = WordTokenizer([*SPECIALS, 'the', 'dog', 'Haus'], ('en',))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(load_vectors(sys.argv[1], tokenizer, 50)[0], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4000)
+''', tmp_path/'v.txt')
+    assert done.stdout == '[4, 5, 6] True\n', done.stderr
+
+
+@pytest.mark.parametrize('freeze', [False, True])
+@pytest.mark.parametrize('tied', [False, True])
+def test_a_model_that_starts_from_vectors(tied, freeze, tmp_path):
+    "What came stays if it is frozen, what did not come learns, and a second file leaves the first alone."
+    torch.manual_seed(0)
+    model = Transformer(TransformerConfig(vocab_size=len(WORDS), n_layers=1, d_model=16, d_ff=16, n_heads=2, dropout=0.0, tied=tied))
+    drawn = model.src_embed.weight.detach().clone()
+    rng = np.random.default_rng(0)
+    english = write_vectors(tmp_path/'en.txt', [['the', *(40*rng.normal(size=16))], ['dog', *(40*rng.normal(size=16))]])
+    german = write_vectors(tmp_path/'de.vec', [['Haus', *rng.normal(size=16)]], header=True)
+    assert use_vectors(model, english, WORDS, freeze) == 2/5
+    first = model.src_embed.weight[[4, 5]].detach().clone()
+    assert use_vectors(model, german, WORDS, freeze) == 1/5
+    weight, here, others = model.src_embed.weight, [4, 5, 7], [0, 1, 2, 3, 6, 8]
+    assert torch.equal(weight[others], drawn[others]) and torch.equal(weight[[4, 5]], first)
+    assert weight[here].square().mean().item() == pytest.approx(1/16, rel=1e-4)
+    assert torch.equal(model.tgt_embed.weight[here], weight[here])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = make_optimizer(model, rate=0.01)
+    src, tgt, y = (torch.arange(36).view(4, 9) % 9 for _ in range(3))
+    for _ in range(3):
+        optimizer.zero_grad()
+        linear_cross_entropy(model.states(src, tgt).flatten(0, 1), model.output.weight, y.flatten()).backward()
+        optimizer.step()
+    for name in ('src_embed', 'tgt_embed'):
+        now, then = getattr(model, name).weight, before.get(f'{name}.weight', before['src_embed.weight'])
+        assert torch.equal(now[here], then[here]) == freeze and not torch.equal(now[[6, 8]], then[[6, 8]])
+    if not tied: assert not torch.equal(model.output.weight[here], before['output.weight'][here])
+
+
+def test_words_of_tokens(pieces):
+    assert [WORDS.word(i) for i in range(len(WORDS))] == ['']*4 + ['the', 'dog', '.', 'Haus', 'unseen']
+    assert pieces.word(EOS) == '' and [pieces.word(i) for i in pieces.encode('. A,')] == ['.', 'A', ',']
+    inside = [i for i in range(4, len(pieces)) if pieces.token(i)[0].isalpha()]
+    assert inside and not any(map(pieces.word, inside))
 
 
 # --- files

@@ -1,0 +1,100 @@
+"From a corpus to a trained folder, with every way that text can take into it."
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest, torch
+
+from annotated_transformer.checkpoints import load_model, read_log
+from annotated_transformer.corpora import CorpusConfig
+from annotated_transformer.recipe import RunConfig, settings, train_translator
+from annotated_transformer.toy_languages import toy_ende
+from annotated_transformer.training import TrainConfig
+from annotated_transformer.transformer import TransformerConfig
+from annotated_transformer.translator import Translator
+
+MODEL = TransformerConfig(300, n_layers=1, d_model=16, d_ff=32, n_heads=2, max_len=64)
+TRAINING = TrainConfig(max_tokens=512, warmup=10, peak_rate=4e-3, max_steps=20, save_every=10, log_every=5)
+
+@pytest.fixture(scope='module')
+def table(tmp_path_factory):
+    path = tmp_path_factory.mktemp('table') / 'pairs.tsv'
+    lines = [f'{p.src}\t{p.tgt}\n' for p in toy_ende('train', n=400)]
+    path.write_text(''.join([*lines, lines[0], '\tnichts\n', 'a ' * 200 + '\tb\n']), encoding='utf-8')
+    return path
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch): monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+
+def run(table, **changes):
+    corpus = {name: changes.pop(name) for name in list(changes) if name in CorpusConfig.__dataclass_fields__}
+    training = {name: changes.pop(name) for name in list(changes) if name in TrainConfig.__dataclass_fields__}
+    return RunConfig(CorpusConfig('tsv', tsv=table, held_out=20, **corpus), MODEL, replace(TRAINING, **training), **changes)
+
+def train(config, out): return train_translator(config, out, progress_bar=False)
+def weights(folder): return torch.cat([p.detach().flatten() for p in load_model(folder).parameters()])
+
+
+def interrupt(config, out, monkeypatch):
+    "Stop a run at its 15th step, and go on."
+    from annotated_transformer import training
+    step = training.Trainer.step
+    def stop(self, batches): step(self, batches) if self.at.step < 15 else (_ for _ in ()).throw(RuntimeError('unplugged'))
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Trainer, 'step', stop)
+        with pytest.raises(RuntimeError, match='unplugged'): train(config, out)
+    return train(config, out)
+
+@pytest.mark.parametrize('changes', [dict(bpe_dropout=0.2), dict(on_disk=True), dict(tokenizer='words')], ids=str)
+def test_every_way_goes_on_exactly(table, tmp_path, monkeypatch, changes):
+    config = run(table, **changes)
+    train(config, tmp_path / 'whole')
+    interrupt(config, tmp_path / 'stopped', monkeypatch)
+    assert torch.equal(weights(tmp_path / 'whole'), weights(tmp_path / 'stopped'))
+    assert (tmp_path / 'whole/log.jsonl').read_bytes() == (tmp_path / 'stopped/log.jsonl').read_bytes()
+
+def test_dropout_of_merges_changes_what_is_read_and_not_what_is_kept(table, tmp_path):
+    plain, dropped = train(run(table), tmp_path / 'plain'), train(run(table, bpe_dropout=0.5), tmp_path / 'dropped')
+    assert plain.tokenizer.encode('The dog sleeps.') == dropped.tokenizer.encode('The dog sleeps.')
+    tokens = [read_log(tmp_path / name / 'log.jsonl') for name in ('plain', 'dropped')]
+    assert tokens[0] != tokens[1]
+
+def test_cleaning_is_counted_in_the_log(table, tmp_path):
+    train(run(table, max_words=50, unique=True), tmp_path / 'run')
+    first = read_log(tmp_path / 'run/log.jsonl')[0]
+    assert first['step'] == 0
+    counts = {name: n for name, n in first.items() if name.startswith('dropped_')}
+    assert all(counts[f"dropped_{why}"] == 1 for why in ("blank", "too long", "duplicate")), counts
+
+def test_vectors_are_where_the_run_starts_and_frozen_when_asked(table, tmp_path):
+    words = sorted({w for p in toy_ende('train', n=400) for w in p.src.rstrip('.?!').lower().split()})[:40]
+    torch.manual_seed(0)
+    (tmp_path / 'vectors.txt').write_text(''.join(f'{w} {" ".join(f"{x:.4f}" for x in torch.randn(16).tolist())}\n' for w in words))
+    frozen = train(run(table, tokenizer='words', vectors=tmp_path / 'vectors.txt', freeze_vectors=True), tmp_path / 'frozen')
+    free = train(run(table, tokenizer='words', vectors=tmp_path / 'vectors.txt'), tmp_path / 'free')
+    assert 0 < read_log(tmp_path / 'frozen/log.jsonl')[0]['covered_by_vectors'] < 1
+    other = next(i for i in range(10, len(frozen.tokenizer)) if frozen.tokenizer.token(i).lower() not in words)
+    from annotated_transformer.vocabulary import load_vectors
+    ids, rows = load_vectors(tmp_path / 'vectors.txt', frozen.tokenizer, 16)
+    word, start = ids[-1], torch.from_numpy(rows)[-1]
+    torch.testing.assert_close(frozen.model.src_embed.weight[word].detach(), start)
+    assert not torch.allclose(free.model.src_embed.weight[word].detach(), start)
+    assert not torch.allclose(frozen.model.src_embed.weight[other], free.model.src_embed.weight[other])
+
+@pytest.mark.parametrize('changes, said', [
+    (dict(bpe_dropout=1.0), 'bpe_dropout=1.0 must be at least 0 and below 1'), (dict(bpe_dropout=0.1, on_disk=True), 'choose one'),
+    (dict(bpe_dropout=0.1, tokenizer='words'), "tokenizer='words' has none"), (dict(freeze_vectors=True), 'needs vectors'),
+    (dict(monitor='val_bleu'), 'set val_sentences'), (dict(val_sentences=-1), 'val_sentences=-1 must be at least 0')], ids=str)
+def test_settings_that_do_not_go_together(table, changes, said):
+    with pytest.raises(ValueError, match=said): run(table, **changes)
+
+def test_early_stopping_on_bleu(table, tmp_path):
+    config = run(table, monitor='val_bleu', patience=1, save_every=2, max_steps=100, peak_rate=1e-9, val_sentences=5)
+    translator = train(config, tmp_path / 'run')
+    assert translator.training['progress']['step'] == 4            # BLEU 0, and 0 again
+
+def test_a_run_is_its_settings(table, tmp_path):
+    config = run(table, val_sentences=5)
+    train(config, tmp_path / 'run')
+    assert json.loads((tmp_path / 'run/run.json').read_text()) == settings(config)
+    assert Translator.load(tmp_path / 'run').training['progress']['step'] == 20
