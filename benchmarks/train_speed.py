@@ -23,6 +23,7 @@ from torch import nn
 
 from annotated_transformer.batches import Batch, BatchLoader, encode_pairs
 from annotated_transformer.corpora import CorpusConfig, load_corpus
+from annotated_transformer.layers import Dropout
 from annotated_transformer.optimizer import make_optimizer
 from annotated_transformer.positions import SinusoidalPositions
 from annotated_transformer.recipe import versions
@@ -53,13 +54,13 @@ SIZES = {
 
 # --- what is trained from
 
-def load_batches(size, n, data_dir):
+def load_batches(size, n, data_dir, multiple=1):
     "The first `n` batches of an epoch, and the name of the corpus that they are from."
     found = data_dir.is_dir()
     corpus = load_corpus(CorpusConfig('multi30k', data_dir=data_dir) if found else CorpusConfig('toy-ende'))
     v = min(size.model.vocab_size, 8000)  # a small corpus has no more; the model keeps its own size
     tokenizer = train_tokenizer('bpe', corpus['train'], corpus.langs, v)
-    loader = BatchLoader(encode_pairs(corpus['train'], tokenizer, corpus.langs), size.max_tokens, seed=SEED)
+    loader = BatchLoader(encode_pairs(corpus['train'], tokenizer, corpus.langs), size.max_tokens, seed=SEED, multiple=multiple)
     batches = [batch for _, batch in zip(range(n), loader.epoch(0))]
     return batches, ('multi30k' if found else 'toy-ende') + f', BPE {len(tokenizer):,}'
 
@@ -121,13 +122,30 @@ def marian(config, everywhere):
 OTHERS = {f'{name}, {where}': (build, everywhere) for name, build in (('nn.Transformer', torch_transformer), ('Marian', marian))
           for where, everywhere in (('all logits', True), ('real logits', False))}
 
+SWITCHES = {OURS: {}, 'Adam unfused': dict(fused=False), 'all logits at once': dict(plain_loss=True),
+            "torch's dropout": dict(plain_dropout=True), 'bfloat16': dict(precision='bfloat16'), 'compiled': dict(compile=True)}
+
+class PlainObjective(Objective):
+    "The loss of all logits at once."
+    def forward(self, batch):
+        with torch.autocast(batch.src.device.type, torch.bfloat16, enabled=self.config.precision == 'bfloat16'):
+            real = batch.tgt_out != PAD
+            logits = self.model.output(self.model.states(batch.src, batch.tgt_in)[real])
+            return F.cross_entropy(logits, batch.tgt_out[real], label_smoothing=SMOOTHING, reduction='sum')
+
+def ours(size, device, precision, fused=True, plain_loss=False, plain_dropout=False, **switches):
+    "Our model and its step, as it is or with a switch the other way."
+    model = Transformer(size.model).to(device).train()
+    for m in model.modules():
+        if plain_dropout and isinstance(m, Dropout): m.__class__ = nn.Dropout
+    config = TrainConfig(**dict(label_smoothing=SMOOTHING, precision=precision) | switches)
+    objective, optimizer = (PlainObjective if plain_loss else Objective)(model, config), make_optimizer(model, fused=fused)
+    return model, lambda batch: train_step(objective, [batch], optimizer, RATE, CLIP)
+
 def contender(name, size, device, precision):
     "A model and its step: a function of a batch that updates the model and returns the loss."
     torch.manual_seed(SEED)
-    if name == OURS:
-        model = Transformer(size.model).to(device).train()
-        objective, optimizer = Objective(model, TrainConfig(label_smoothing=SMOOTHING, precision=precision)), make_optimizer(model)
-        return model, lambda batch: train_step(objective, [batch], optimizer, RATE, CLIP)
+    if name in SWITCHES: return ours(size, device, precision, **SWITCHES[name])
     build, everywhere = OTHERS[name]
     model, loss_of = build(size.model, everywhere)
     model.to(device).train()
@@ -252,12 +270,46 @@ def measure(label, args):
         share_of_floor=round(ratio('floor', OURS), 3), parameters=parameters[OURS], corpus=corpus,
         precision=precision, max_tokens=size.max_tokens, target_tokens_per_step=round(tokens/args.steps, 1),
         rounds={name: [round(t, 4) for t in ts] for name, ts in took.items()})
+    if args.switches: found |= dict(switches=measure_switches(label, args))
     if args.device == 'cuda':
+        found |= dict(copy_ms=copies(load_batches(size, args.steps, args.data_dir)[0]))
         rate, done = matrix_rate(getattr(torch, precision)), sum(flops(batch, size.model) for batch in batches)
         found |= dict(matrix_tflops=round(rate/1e12, 1), share_of_matrix_rate=round(done/median[OURS]/rate, 3))
     shown = 'speedup', 'memory_ratio', 'share_of_floor', 'share_of_matrix_rate'
     print(f'{label:6} beside {fastest}: ' + ', '.join(f'{k} {found[k]}' for k in shown if k in found), flush=True)
     return found | dict(model=asdict(size.model))
+
+def measure_switches(label, args):
+    "One size of ours with each switch the other way; `compiled` is given batches of few shapes, and everybody the same ones."
+    size, precision = SIZES[label], 'bfloat16' if SIZES[label].gpu else 'float32'
+    batches, _ = load_batches(size, args.steps, args.data_dir, multiple=16)
+    batches, tokens = [batch.to(args.device) for batch in batches], sum(batch.n_tokens for batch in batches)
+    steps = {name: contender(name, size, args.device, precision)[1] for name in SWITCHES if SWITCHES[name].get('precision') != precision}
+    steps['compiled'], began = counting_graphs(steps['compiled']), time.perf_counter()
+    for batch in batches: steps['compiled'](batch)
+    compiling = time.perf_counter() - began
+    took = rounds(steps, batches, args.repeats)
+    times = {name: round(statistics.median(t/o for t, o in zip(took[name], took[OURS])), 3) for name in steps}
+    for name, t in times.items(): print(f'{label:6} {name:28} {t:5.2f} times the time of a step as it is', flush=True)
+    return dict(times=times, compile_seconds=round(compiling, 1), graphs=steps['compiled'].graphs(),
+                shapes=len({(batch.src.shape, batch.tgt.shape) for batch in batches}),
+                tokens_per_second={name: round(tokens/statistics.median(t)) for name, t in took.items()})
+
+def counting_graphs(step):
+    "The same step, which knows how many graphs were compiled."
+    import torch._dynamo
+    torch._dynamo.utils.counters.clear()
+    def counted(batch): return step(batch)
+    counted.graphs = lambda: int(torch._dynamo.utils.counters['stats']['unique_graphs'])
+    return counted
+
+def copies(batches):
+    "Milliseconds in which the Python thread is held up by copying a batch to the GPU: from ordinary memory, and from pinned."
+    found = {}
+    for name, ready, free in ('pageable', batches, False), ('pinned', [batch.pin_memory() for batch in batches], True):
+        torch.cuda.synchronize()
+        found[name] = round(1000*statistics.median(seconds(lambda b: b.to('cuda', non_blocking=free), [b]) for b in ready), 4)
+    return found
 
 
 def arguments():
@@ -269,6 +321,7 @@ def arguments():
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu', choices=['cpu', 'cuda'])
     parser.add_argument('--data-dir', type=Path, default=ROOT.parent/'shared/data/multi30k', help='where Multi30k lies')
     parser.add_argument('--out', type=Path, default=RESULTS/'train-speed.json', help='of the record')
+    parser.add_argument('--switches', action='store_true', help='also ours with each switch the other way; compiling takes minutes')
     parser.add_argument('--memory-of', choices=[OURS, *OTHERS], help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.sizes = args.sizes or [name for name, size in SIZES.items() if args.device == 'cuda' or not size.gpu]
