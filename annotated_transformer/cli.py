@@ -34,6 +34,8 @@ class Train:
     def __call__(self) -> None:
         world = join() # alone, or one of the processes that torchrun started (page 41)
         try: translator = train_translator(self.run, self.out, self.overwrite, world=world)
+        except KeyboardInterrupt as error:
+            raise error if str(error) else KeyboardInterrupt(f'the same command goes on from the last checkpoint in {self.out}') from None
         finally: part(world)
         if world.leader: print(f"{self.out}: {translator.training['progress']['step']} steps, "
                                f"{translator.training['progress']['minutes']:.1f} minutes; val: {Scores(**translator.training['val'])}")

@@ -174,7 +174,7 @@ def on_device(
             if ready is not None: yield ready
     if ahead is not None: yield ahead
 
-# %% ../nbs/16_training.ipynb #40-d8dbfc
+# %% ../nbs/16_training.ipynb #40-a448d6
 class Reporter:
     "What a run tells: `log.jsonl`, `clock.jsonl`, its progress bar and, if asked, TensorBoard and a function."
     def __init__(
@@ -186,8 +186,13 @@ class Reporter:
     ):
         self.log, self.clock, self.watch = Path(out) / 'log.jsonl', Path(out) / 'clock.jsonl', watch
         self.board = board(Path(out) / 'tensorboard') if tensorboard else None
-        self.bar = tqdm(total=1.0, disable=not progress_bar,
+        self.progress_bar, self.bar = progress_bar, tqdm(disable=True)
+
+    def open_bar(self) -> tqdm:
+        "The bar, to be closed when the run ends. Before it is open, nothing is shown."
+        self.bar = tqdm(total=1.0, disable=not self.progress_bar,
                         bar_format='{percentage:3.0f}%|{bar}| {elapsed} so far, {remaining} left{postfix}')
+        return self.bar
 
     def start(self, at: Progress) -> None:
         "Forget what an interrupted run logged after its last checkpoint."
@@ -252,7 +257,7 @@ def noting_signals(): # yields a list that SIGINT or SIGTERM puts its number int
     finally:
         for number, handler in before.items(): signal.signal(number, handler)
 
-# %% ../nbs/16_training.ipynb #47-05e08f
+# %% ../nbs/16_training.ipynb #47-b2045b
 class Run:
     "A training run and its folder: how it starts or goes on, what it keeps, how it ends."
     def __init__(
@@ -309,15 +314,20 @@ class Run:
         if self.world.leader:
             self.reporter.milestone(self.at, self.figures(self.ema.module if self.ema else self.model))
             save_checkpoint(self.out, self.model, self.optimizer, self.at, self.save, self.ema)
-            rows, c = self.validations(), self.config
-            keep(self.out, 1, [row['step'] for row in rows[-c.average:]] + best_steps(rows, c.monitor, max(c.keep_best, c.average * c.average_best)))
+            self.prune()
         self.stale = self.world.any(self.world.leader and self.no_better())
         self.model.train()
+
+    def prune(self) -> None:
+        "Remove all checkpoints but the newest, the last `average` that were validated, and the best."
+        rows, c = self.validations(), self.config
+        keep(self.out, 1, [row['step'] for row in rows[-c.average:]] + best_steps(rows, c.monitor, max(c.keep_best, c.average * c.average_best)))
 
     def finish(self) -> Transformer:
         "Validate last weights, best checkpoint and averages (6.1), keep the best of them, and write it."
         if not any(row['step'] == self.at.step for row in self.validations()): self.milestone()
         if self.world.leader:
+            self.prune() # what a kill just after the last checkpoint left
             found = {name: (self.figures(fill(self.model, weights))[self.config.monitor], weights) for name, weights in self.candidates().items()}
             row = {f'{self.config.monitor}_{name}': figure for name, (figure, _) in found.items()}
             if not any(row.keys() <= old.keys() for old in read_log(self.out / 'log.jsonl')): self.reporter.milestone(self.at, row)
@@ -335,17 +345,18 @@ class Run:
         found = dict(last=weights(self.model))
         if best[0] != self.at.step and stored(best[0]).exists(): found['best'] = safetensors.torch.load_file(stored(best[0]))
         steps = best[:c.average] if c.average_best else last[-c.average:]
-        if len(steps) > 1: found['averaged'] = average_weights([stored(step) for step in steps])
+        paths = [stored(step) for step in steps if stored(step).exists()]
+        if len(paths) > 1: found['averaged'] = average_weights(paths)
         return found | (dict(ema=weights(self.ema.module)) if self.ema else {})
 
-# %% ../nbs/16_training.ipynb #49-c4ffb9
+# %% ../nbs/16_training.ipynb #49-7db011
 class Trainer(Run):
     "Section 5: train until the first limit, from the folder's last checkpoint if it holds one."
     def fit(self) -> Transformer: # in evaluation mode
         "Train until the first limit is reached, then finish. Raises Interrupted, with all saved, on Ctrl-C or SIGTERM."
         at = self.start()
         try:
-            with self.reporter.bar, noting_signals() as self.noted:
+            with self.reporter.open_bar(), noting_signals() as self.noted:
                 while not self.done(): self.epoch(at)
         finally: self.objective = None # it may hold connections to other processes, which must close before this one ends
         return self.finish()

@@ -72,7 +72,8 @@ class ModelFolder:
         if not (folder / 'tokenizer.json').is_file():
             raise FileNotFoundError(f'{folder} is no model folder: it has no tokenizer.json')
         about = folder / 'training.json'
-        training = json.loads(about.read_text('utf-8')) if about.is_file() else {}
+        try: training = json.loads(about.read_text('utf-8')) if about.is_file() else {}
+        except ValueError as error: raise ValueError(f'{about} is damaged: {error}') from None
         return cls(model.to(device or best_device()), load_tokenizer(folder / 'tokenizer.json'), training)
 
     def save(self, folder: str | Path) -> None:

@@ -3,13 +3,14 @@
 
     python benchmarks/record.py runs/m30k multi30k-en-de-tiny-30min --split test_2016_flickr --command 'annotated-transformer train …'
 """
-import argparse, hashlib, json, os, platform, shutil, time
+import argparse, hashlib, json, os, platform, time
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.recipe import evaluate
+from annotated_transformer.training import timed_log
 from annotated_transformer.transformer import count_parameters
 from annotated_transformer.translator import Translator
 from annotated_transformer.vocabulary import write_whole
@@ -48,6 +49,6 @@ def main():
                       corpus={k: made['run']['corpus'][k] for k in ('corpus', 'pair')}),
                   weights_sha256=hashlib.sha256((args.run / 'model.safetensors').read_bytes()).hexdigest())
     write_whole(RESULTS / f'{args.name}.json', json.dumps(record, indent=2) + '\n')
-    shutil.copy(args.run / 'log.jsonl', RESULTS / f'{args.name}.log.jsonl')
+    write_whole(RESULTS / f'{args.name}.log.jsonl', ''.join(json.dumps(row) + '\n' for row in timed_log(args.run)))
 
 if __name__ == '__main__': main()

@@ -199,8 +199,9 @@ def test_killed_at_any_moment(program, tmp_path):
         time.sleep((0.3 + 0.6*rng.random())*seconds)
         children = psutil.Process(process.pid).children() if process.poll() is None else []
         process.kill()
+        alive = [child for child in psutil.wait_procs(children, timeout=20)[1] if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        for child in alive: child.kill()
         process.communicate()
-        gone, alive = psutil.wait_procs(children, timeout=20)
         assert not alive                                          # the workers have gone with it
         for name in made(tmp_path/'cache'):
             if name.endswith('.partial'): partial += 1

@@ -365,7 +365,7 @@ def test_a_model_that_starts_from_vectors(tied, freeze, tmp_path):
 
 def test_words_of_tokens(pieces):
     assert [WORDS.word(i) for i in range(len(WORDS))] == ['']*4 + ['the', 'dog', '.', 'Haus', 'unseen']
-    assert pieces.word(EOS) == '' and [pieces.word(i) for i in pieces.encode('. A,')] == ['.', 'A', ',']
+    assert pieces.word(EOS) == '' and [pieces.word(i) for i in pieces.encode('. A,')] == ['', '.', 'A', ',']
     inside = [i for i in range(4, len(pieces)) if pieces.token(i)[0].isalpha()]
     assert inside and not any(map(pieces.word, inside))
 
