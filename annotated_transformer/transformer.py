@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from .attention import MultiHeadAttention, causal_mask, padding_mask
 from .layers import Decoder, DecoderCache, Dropout, Encoder, FeedForward, Norm
-from .positions import (AlibiPositions, LearnedPositions, NoPositions, Positions, RotaryPositions,
-                                              SinusoidalPositions)
+from .positions import (
+    AlibiPositions, LearnedPositions, NoPositions, Positions, RotaryPositions, SinusoidalPositions)
 from .vocabulary import PAD
 
 # %% ../nbs/04_transformer.ipynb #06-7d14f4

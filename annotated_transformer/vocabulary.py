@@ -146,7 +146,9 @@ def write_whole(
         os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError): temporary.unlink()
-        if isinstance(error, OSError): error.filename, error.filename2 = str(path), None
+        if isinstance(error, OSError):
+            error.filename = str(path)
+            del error.filename2 # even None would be shown
         raise
     return path
 

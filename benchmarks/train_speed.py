@@ -145,7 +145,7 @@ def ours(size, device, precision, fused=True, plain_loss=False, plain_dropout=Fa
 def contender(name, size, device, precision):
     "A model and its step: a function of a batch that updates the model and returns the loss."
     torch.manual_seed(SEED)
-    if name in SWITCHES: return ours(size, device, precision, **SWITCHES[name])
+    if name in SWITCHES: return ours(size, device, **dict(precision=precision) | SWITCHES[name])
     build, everywhere = OTHERS[name]
     model, loss_of = build(size.model, everywhere)
     model.to(device).train()

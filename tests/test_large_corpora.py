@@ -250,8 +250,8 @@ def rehearse(*options, timeout):
     done = subprocess.run([sys.executable, BENCHMARK, '--out', '-', *map(str, options)], capture_output=True, text=True, timeout=timeout,
                           env=os.environ | {'PYTHONPATH': str(ROOT)})
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.split() for line in done.stdout.splitlines() if line[:1] != '{' and '"' not in line and '}' not in line]
-    return [dict(zip(lines[0], (float(cell.replace(',', '')) for cell in line))) for line in lines if line[0] != 'pairs']
+    names, *lines = [line.replace(',', '').split() for line in done.stdout.splitlines() if line.strip()]
+    return [dict(zip(names, map(float, line))) for line in lines if line[0].isdigit()]
 
 
 def test_the_benchmark_runs():
