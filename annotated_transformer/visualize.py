@@ -2,7 +2,8 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'DASHES', 'plot_heatmap', 'plot_attention', 'plot_mask', 'plot_attention_grid', 'plot_lines',
-           'plot_history', 'LiveHistory', 'plot_alignment', 'plot_tree', 'plot_architecture']
+           'plot_history', 'LiveHistory', 'plot_seeds', 'claims_table', 'plot_alignment', 'plot_tree',
+           'plot_architecture']
 
 # %% ../nbs/30_attention_maps.ipynb #02-035528
 import math, sys, time
@@ -219,6 +220,31 @@ class LiveHistory:
         if self.place: self.place.update(figure)
         else: self.place = ipython.display.display(figure, display_id=True)
         plt.close(figure)
+
+# %% ../nbs/30_attention_maps.ipynb #41-d6bd1c
+def plot_seeds(
+    ax,                # matplotlib axes
+    values: Mapping,   # {case: a figure of each of its runs}
+    title: str,
+    ylabel: str,
+    log: bool = False, # a logarithmic axis
+) -> None:
+    "A column for each case: a dot for every run and a line at their mean."
+    for i, ys in enumerate(values.values()):
+        ax.plot([i]*len(ys), ys, 'o', color=COLOURS[i % len(COLOURS)], alpha=0.6)
+        ax.plot([i - 0.3, i + 0.3], [sum(ys)/len(ys)]*2, color=COLOURS[i % len(COLOURS)], linewidth=2)
+    ax.set(title=title, ylabel=ylabel, xticks=range(len(values)), xlim=(-0.6, len(values) - 0.4), yscale='log' if log else 'linear')
+    ax.set_xticklabels([case.replace(', ', ',\n') for case in values])
+    ax.grid(axis='y', alpha=0.3)
+
+def claims_table(
+    *claims: tuple, # (what is claimed to be lower < what higher, figures of the one, figures of the other)
+) -> str: # markdown
+    "Does every run of the left lie below every run of the right?"
+    def row(text, low, high):
+        shown = 'yes' if max(low) < min(high) else 'no: the other way round' if max(high) < min(low) else 'undecided'
+        return f'| {text} | {sum(low)/len(low):.2f} | {sum(high)/len(high):.2f} | {shown} |'
+    return '\n'.join(['| claim | left, mean | right, mean | shown by every seed? |', '|:--|--:|--:|:--|', *(row(*claim) for claim in claims)])
 
 # %% ../nbs/30_attention_maps.ipynb #37-2067a2
 def plot_alignment(
