@@ -167,8 +167,7 @@ def on_device(
     "The same batches, in the same order, where the model is."
     ahead = None
     for batch in batches:
-        if device.type != 'cuda': yield batch.to(device)
-        elif not pin: yield batch.to(device)
+        if device.type != 'cuda' or not pin: yield batch.to(device)
         else:
             ready, ahead = ahead, batch.pin_memory().to(device, non_blocking=True)
             if ready is not None: yield ready
