@@ -1,14 +1,21 @@
 "Scores: BLEU from its definition beside sacreBLEU's, groups, perplexity, and the mean of checkpoints."
+import gzip
+import json
 import math
 import random
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
-from annotated_transformer.scoring import Scores, average_weights, perplexity, score, score_groups
+from annotated_transformer.scoring import (Scores, average_weights, bleu_interval, compare, length_groups, lowercased_tokenized,
+                                           lowercased_tokenized_bleu, perplexity, plot_groups, report, score, score_by_length, score_groups)
+
+DATA = Path(__file__).resolve().parents[2]/'shared/data'
+NEEDS_DATA = pytest.mark.skipif(not (DATA/'multi30k-tok').is_dir(), reason='needs Multi30k, raw and tokenised, in ../shared/data')
 
 WORDS = 'der die das Hund Katze Haus schläft läuft sieht nicht heute morgen , und auf unter'.split()
 
@@ -150,3 +157,134 @@ def test_unlike_checkpoints_have_no_mean(tmp_path, other, differs):
 def test_nothing_to_average(tmp_path):
     with pytest.raises(ValueError, match='no checkpoints'): average_weights([])
     with pytest.raises(FileNotFoundError): average_weights([tmp_path / 'absent.safetensors'])
+
+
+# --- how sure a score is
+
+def sacrebleu_says(translations, references, *others, samples=1000):
+    "The command line of sacreBLEU itself, in its own process' format."
+    from sacrebleu.metrics import BLEU
+    from sacrebleu.significance import PairedTest
+    systems = [(str(i), system) for i, system in enumerate([*others, translations])]
+    return PairedTest(systems, {'BLEU': BLEU()}, [references], 'bs', samples)()[1]['BLEU'][-1]
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_the_interval_is_sacrebleus_own(seed):
+    references = sentences(60, seed)
+    translations = noisy(references, seed)
+    found = bleu_interval(translations, references, 200)
+    from sacrebleu.metrics import BLEU
+    theirs = BLEU().corpus_score(translations, [references], n_bootstrap=200)
+    assert (found.mean, found.half_width) == pytest.approx((theirs._mean, theirs._ci), abs=1e-6)
+    assert abs(found.mean - score(translations, references).bleu) < found.half_width
+    assert '|bs:200|seed:12345|' in found.signature and 'tok:13a' in found.signature
+    assert bleu_interval(tuple(translations), tuple(references), 200) == found
+
+
+def test_the_interval_narrows_with_the_root_of_the_sentences():
+    references = sentences(1600, 1)
+    translations = noisy(references, 1)
+    widths = [bleu_interval(translations[:n], references[:n], 300).half_width for n in (100, 400, 1600)]
+    assert all(1.5 < wide/narrow < 2.7 for wide, narrow in zip(widths, widths[1:])), widths
+
+
+def test_a_difference_and_its_chance():
+    references = sentences(300, 2)
+    good, as_good, bad = noisy(references, 2), noisy(references, 3), noisy(noisy(noisy(references, 4), 5), 6)
+    found = compare(good, bad, references)
+    assert found.p_value < 0.005 and found.bleu - found.against > 5
+    assert (found.bleu, found.against) == pytest.approx((score(good, references).bleu, score(bad, references).bleu))
+    assert found.p_value == pytest.approx(sacrebleu_says(good, references, bad).p_value)
+    assert compare(good, as_good, references).p_value > 0.05
+    assert compare(as_good, good, references).p_value == pytest.approx(compare(good, as_good, references).p_value)
+    assert compare(good, tuple(good), references).p_value == 1
+
+
+def test_chance_is_called_significant_in_one_of_twenty():
+    "Of equal systems: what a p-value promises."
+    references = sentences(80, 9)
+    low = sum(compare(noisy(references, 2*i), noisy(references, 2*i + 1), references, 100).p_value < 0.05 for i in range(100, 160))
+    assert low <= 9                                      # 3 expected; more than 9 come once in a thousand times
+
+
+@pytest.mark.parametrize('call', [lambda t, r: bleu_interval(t, r, 39), lambda t, r: compare(t, t, r, 1),
+                                  lambda t, r: bleu_interval(t[1:], r), lambda t, r: compare(t, t[1:], r), lambda t, r: compare([], [], [])])
+def test_what_cannot_be_resampled(call):
+    references = sentences(5, 0)
+    with pytest.raises(ValueError): call(references, references)
+
+
+# --- the older papers' number
+
+@NEEDS_DATA
+@pytest.mark.parametrize('lang', ['en', 'de'])
+@pytest.mark.parametrize('split, n', [('test_2016_flickr', None), ('val', None), ('train', 4000)])
+def test_words_are_cut_as_the_literature_has_them(split, n, lang):
+    raw, cut = (gzip.open(DATA/folder/f'{split}.{kind}{lang}.gz', 'rt', encoding='utf-8').read().split('\n')[:-1][:n]
+                for folder, kind in (('multi30k', ''), ('multi30k-tok', 'lc.norm.tok.')))
+    other = [(a, b, lowercased_tokenized(a, lang)) for a, b in zip(raw, cut, strict=True) if lowercased_tokenized(a, lang) != b]
+    assert len(raw) >= 1000 and len(other) <= len(raw)//1000, other[:5]
+    if split != 'train': assert not other
+
+
+@NEEDS_DATA
+def test_the_published_references_give_the_same_number():
+    raw, cut = (gzip.open(DATA/name, 'rt', encoding='utf-8').read().split('\n')[:-1]
+                for name in ('multi30k/val.de.gz', 'multi30k-tok/val.lc.norm.tok.de.gz'))
+    translations = noisy(raw, 0)
+    ours = lowercased_tokenized_bleu(translations, raw, 'de')
+    assert ours == lowercased_tokenized_bleu(translations, cut, 'de', tokenized=True)
+    assert ours[0] != pytest.approx(score(translations, raw).bleu, abs=0.05)
+
+
+@pytest.mark.parametrize('text, lang, cut', [
+    ('', 'en', ''), ('   ', 'de', ''), ("The dogs' ball isn't 'here'.", 'en', "the dogs &apos; ball isn &apos;t &apos; here &apos; ."),
+    ('1,000 of 3, or 4', 'en', '1,000 of 3 , or 4'), ('so... what?!', 'en', 'so ... what ? !'), ('50 % (half) : ok', 'en', '50 % ( half ) : ok'),
+    ('a_b [c] <d> | e & f', 'en', 'a _ b &#91; c &#93; &lt; d &gt; &#124; e &amp; f'), ("L'été, c'est \u00ab bien \u00bb.", 'fr', "l&apos; été , c&apos; est &quot; bien &quot; ."),
+    ('Am 5. Mai um 5.', 'de', 'am 5. mai um 5.'), ('z.B. heute.', 'de', 'z.b. heute .'), ('犬。', 'xx', '犬 。')])
+def test_the_rules_one_by_one(text, lang, cut): assert lowercased_tokenized(text, lang) == cut
+
+
+def test_the_older_number_is_never_the_other():
+    references = [s.capitalize() for s in sentences(30, 4)]
+    found = report([s.lower() for s in references], references, 'de', samples=0)
+    assert found['lowercased_tokenized_bleu'] == pytest.approx(100) and found['bleu'] < 90
+    assert 'tok:none' in found['lowercased_tokenized_signature'] and 'Moses' in found['lowercased_tokenized_signature']
+    assert found['signature'] == score(references, references).signature
+
+
+# --- by length, and all together
+
+def test_lengths_are_groups():
+    texts = [' '.join('x' * n) for n in (0, 1, 5, 6, 10, 11, 50, 51, 400)]
+    assert length_groups(texts) == ['1-5', '1-5', '1-5', '6-10', '6-10', '11-15', '31-50', '51+', '51+']
+    for edges in ((), (0,), (3, 2), (2, 2)):
+        with pytest.raises(ValueError, match='edges'): length_groups(texts, edges)
+    references = sentences(200, 8)
+    groups = score_by_length(noisy(references, 8), references, (4, 5, 9, 10))
+    assert list(groups) == ['1-4', '5-5', '6-9', '10-10', '11+'] and sum(s.sentences for s in groups.values()) == 200
+    five = [i for i, s in enumerate(references) if len(s.split()) == 5]
+    assert groups['5-5'] == score([noisy(references, 8)[i] for i in five], [references[i] for i in five])
+    ax = plot_groups(groups, 'title', 'words')
+    assert ax.get_title() == 'title' and len(ax.patches) == 5 and ax.yaxis_inverted()
+
+
+def test_a_report_is_json_and_holds_every_score():
+    references = sentences(50, 6)
+    ours, theirs = noisy(references, 6), noisy(noisy(references, 6), 7)
+    found = report(ours, references, 'de', 100, theirs)
+    assert json.loads(json.dumps(found)) == found
+    scores = score(ours, references)
+    for name in Scores.__dataclass_fields__: assert found[name] == getattr(scores, name)
+    assert found['against_bleu'] == score(theirs, references).bleu and found['p_value'] == compare(ours, theirs, references, 100).p_value
+    c, r = (sum(len(tokens(text)) for text in side) for side in (ours, references))
+    assert found['length_ratio'] == pytest.approx(c / r)
+    bare = report(ours, references, samples=0)
+    assert not {'bleu_mean', 'p_value', 'against_bleu'} & bare.keys() and bare['bleu'] == found['bleu']
+
+
+def test_scores_of_an_older_folder_are_read():
+    "A `training.json` of a time without the length ratio."
+    old = {name: getattr(score(['a'], ['a']), name) for name in 'bleu signature chrf chrf_signature sentences'.split()}
+    assert Scores(**old).length_ratio is None

@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""Time and memory of one layer against the length of the sentence, for the kinds of layer in Table 1. Page 05 plots the record.
+
+    python benchmarks/complexity.py
+    python benchmarks/complexity.py --lengths 16 64 256 --repeats 5 --out /dev/null
+
+Every layer is whole: attention with its projections. One sentence, forwards and backwards; every round times each of the layers
+once, and the medians of the rounds count. Memory is what a layer keeps for its backward pass, counted exactly.
+"""
+import argparse, json, shlex, statistics, sys, time
+from datetime import date
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm.auto import tqdm
+
+from annotated_transformer.attention import MultiHeadAttention, attention, join_heads, split_heads
+from annotated_transformer.complexity import LocalAttention, held_bytes
+from annotated_transformer.recipe import versions
+from annotated_transformer.vocabulary import write_whole
+from record import RESULTS, machine
+
+SEED = 1
+
+def layers(d, n_heads, r, k):
+    "Functions of x (1, n, d)."
+    by_equation, fused, local = MultiHeadAttention(d, n_heads), MultiHeadAttention(d, n_heads), LocalAttention(d, n_heads, r)
+    lstm, convolution = nn.LSTM(d, d, batch_first=True), nn.Conv1d(d, d, k, padding='same')
+    def heads(layer, x): return [split_heads(f(x), n_heads) for f in (layer.query, layer.key, layer.value)]
+    return {'self-attention, equation 1': lambda x: by_equation.output(join_heads(attention(*heads(by_equation, x))[0])),
+            'self-attention, fused': lambda x: fused.output(join_heads(nn.functional.scaled_dot_product_attention(*heads(fused, x)))),
+            'recurrent': lambda x: lstm(x)[0],
+            'convolutional': lambda x: convolution(x.mT).mT,
+            'self-attention, restricted': local}
+
+def once(f, x):
+    "Seconds forwards and backwards."
+    began = time.perf_counter()
+    y = f(x)
+    between = time.perf_counter()
+    y.backward(torch.ones_like(y))
+    return between - began, time.perf_counter() - between
+
+def measure(kinds, n, d, repeats):
+    "{kind: its figures} for one length."
+    x = torch.randn(1, n, d, requires_grad=True)
+    took = {name: [] for name in kinds}
+    for i in range(repeats + 2): # two rounds to warm up
+        for name, f in kinds.items():
+            found = once(f, x)
+            if i > 1: took[name].append(found)
+    return {name: dict(n=n, forward_ms=round(1000*statistics.median(t for t, _ in took[name]), 4),
+                       backward_ms=round(1000*statistics.median(t for _, t in took[name]), 4),
+                       held_mib=round(held_bytes(lambda: f(x)) / 2**20, 4)) for name, f in kinds.items()}
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--lengths', type=int, nargs='+', default=[16, 32, 64, 128, 256, 512, 1024, 2048], help='words in the sentence')
+    parser.add_argument('--d', type=int, default=128, help='width of the layers (128)')
+    parser.add_argument('--heads', type=int, default=4, help='of attention (4)')
+    parser.add_argument('--r', type=int, default=33, help='neighbourhood of restricted attention (33)')
+    parser.add_argument('--k', type=int, default=3, help="width of the convolution's kernel (3)")
+    parser.add_argument('--repeats', type=int, default=15, help='rounds that count (15)')
+    parser.add_argument('--threads', type=int, default=0, help='of torch; its own choice unless given')
+    parser.add_argument('--out', type=Path, default=RESULTS/'complexity.json', help='of the record')
+    args = parser.parse_args()
+    if args.threads: torch.set_num_threads(args.threads)
+    torch.manual_seed(SEED)
+    kinds = layers(args.d, args.heads, args.r, args.k)
+    rows = [measure(kinds, n, args.d, args.repeats) for n in tqdm(args.lengths, unit='length')]
+    record = dict(name='complexity', command=shlex.join(['python', 'benchmarks/complexity.py', *sys.argv[1:]]), seed=SEED, machine=machine(),
+                  date=str(date.today()), lengths=args.lengths, d=args.d, n_heads=args.heads, r=args.r, k=args.k, repeats=args.repeats,
+                  metrics={name: [row[name] for row in rows] for name in kinds}, versions=versions())
+    write_whole(args.out, json.dumps(record, indent=2) + '\n')
+    for name in kinds: print(f'{name:28}', '  '.join(f"{row[name]['forward_ms'] + row[name]['backward_ms']:8.2f} ms" for row in rows))
+
+if __name__ == '__main__': main()
