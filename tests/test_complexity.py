@@ -28,8 +28,8 @@ def test_restricted_attention_costs_what_table_1_says():
     def operations(n, r):
         q = torch.randn(1, 2, n, 8)
         return count_operations(lambda: local_attention(q, q, q, r))
-    assert operations(64, 5) == 2 * operations(32, 5) == 64 * 5 * 2 * 8 * 4
-    assert operations(32, 15) == 3 * operations(32, 5)
+    assert operations(64, 5) == 2 * operations(32, 5) == 64 * 6 * 2 * 8 * 4 # three blocks of two keys, two products, two heads, two operations
+    assert operations(32, 17) == 4 * operations(32, 5)
 
 def test_memory_of_restricted_attention_is_a_straight_line():
     def held(n):
