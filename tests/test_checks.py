@@ -1,8 +1,10 @@
 "Checks of anybody's Transformer: right models of many kinds pass all, wrong ones fail where they should, nothing handed in is changed."
 import copy
+import json
 import math
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,6 @@ from annotated_transformer.decoding import greedy
 from annotated_transformer.losses import label_smoothing_loss
 from annotated_transformer.optimizer import learning_rate, paper_peak
 from annotated_transformer.positions import LearnedPositions, SinusoidalPositions, sinusoids
-from annotated_transformer.scoring import average_weights
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.vocabulary import EOS, PAD
 
@@ -42,7 +43,7 @@ def call(m, src, tgt, future=True, padding=True, turned=False):
     mask = torch.ones(tgt.size(1), tgt.size(1), dtype=torch.bool).triu(1) if future else None
     hide = src == 0 if padding else None
     if turned: x, y = x.transpose(0, 1), y.transpose(0, 1)
-    out = m['core'](x, y, tgt_mask=mask, src_key_padding_mask=hide, memory_key_padding_mask=hide)
+    out = m['core'](x, y, tgt_mask=mask, tgt_is_causal=future, src_key_padding_mask=hide, memory_key_padding_mask=hide)
     return m['out'](out.transpose(0, 1) if turned else out)
 
 def torch_transformer(batch_first=True, norm_first=False, **kwargs):
@@ -77,14 +78,17 @@ def test_marian_passes_everything():
     torch.manual_seed(0)
     model = Adapter(marian.MarianMTModel(config), lambda m, src, tgt: m(
         input_ids=src, attention_mask=src.ne(22).long(), decoder_input_ids=tgt, use_cache=False).logits)
-    check_transformer(model, pad=22).raise_if_failed(skipped=True)
+    assert check_transformer(model, pad=22).raise_if_failed().skipped == ['device']   # it looks into its masks
+    model.call = lambda m, src, tgt: m(input_ids=src, decoder_input_ids=tgt, use_cache=False).logits
+    quick = [name for name in QUESTIONS if name != 'by heart']
+    assert check_transformer(model, pad=22, only=quick).failed == ['source padding']  # faint, at Marian's small initial weights
 
 def test_log_probabilities_are_as_good_as_logits():
     model = Adapter(ours(CONFIG), lambda m, src, tgt: m(src, tgt).log_softmax(-1))
     check_transformer(model).raise_if_failed(skipped=True)
 
 def test_a_model_made_for_32_bits_only():
-    model = Adapter(ours(CONFIG), lambda m, src, tgt: m(src, tgt) + m.output.weight.new_zeros(1).view(torch.float32)[0])
+    model = Adapter(ours(CONFIG), lambda m, src, tgt: m(src, tgt) @ torch.eye(19, device=src.device))
     report = check_transformer(model)
     assert 'float32' in report['runs'].tried
     report.raise_if_failed(skipped=True)
@@ -106,10 +110,11 @@ def test_what_cannot_be_tried_says_what_to_hand_in():
         def forward(self, src, tgt):
             x, y = (self.m['embed'](ids)*24**0.5 + sinusoids(ids.size(1), 24) for ids in (src, tgt))
             mask, hide = torch.ones(tgt.size(1), tgt.size(1), dtype=torch.bool).triu(1), src == 0
-            return self.m['out'](self.m['core'](x, y, tgt_mask=mask, src_key_padding_mask=hide, memory_key_padding_mask=hide))
+            return self.m['out'](self.m['core'](x, y, tgt_mask=mask, tgt_is_causal=True, src_key_padding_mask=hide, memory_key_padding_mask=hide))
     model = Nameless()
     del model.m['positions']
     report = check_transformer(model, only=['without positions'])
+    assert report['runs'].passed, report
     assert report.skipped == ['without positions'] and 'without_positions=' in report['without positions'].tried
     bare = lambda src, tgt: call({**model.m, 'positions': nn.Identity()}, src, tgt)
     assert check_transformer(model.eval(), only=['without positions'], without_positions=bare).named(True) == ['runs', 'without positions']
@@ -117,7 +122,7 @@ def test_what_cannot_be_tried_says_what_to_hand_in():
 
 @pytest.mark.parametrize('kwargs, found', [
     (dict(future=False), 'future'), (dict(padding=False), 'source padding'),
-    (dict(batch_first=False), 'batch mates')], ids=lambda x: str(x))
+    (dict(batch_first=False), 'runs')], ids=lambda x: str(x))
 def test_bugs_of_torchs_transformer_are_found(kwargs, found):
     quick = [name for name in QUESTIONS if name != 'by heart']
     assert found in check_transformer(torch_transformer(**kwargs), only=quick).failed
@@ -193,7 +198,7 @@ def not_renormalised(q, k, v, mask):
     return w @ v, w
 
 @pytest.mark.parametrize('attend, failed', [
-    (wrong_axis, ['equation', 'mask', 'large scores']), (in_place, ['runs']), (very_negative, ['16 bits']), (unstable, ['large scores']),
+    (wrong_axis, ['equation', 'mask', 'large scores']), (in_place, ['runs']), (very_negative, ['16 bits']), (unstable, ['hidden', 'large scores']),
     (not_renormalised, ['mask'])], ids=lambda x: getattr(x, '__name__', None))
 def test_attention_that_is_wrong(attend, failed):
     assert check_attention(attend).failed == failed
@@ -245,14 +250,13 @@ def test_schedules():
     assert check_schedule(lambda s: min(1/s**-1, 100), 100).failed == ['fall']
     assert check_schedule(rate, 100, peak=1e-3).failed == ['height']
     assert check_schedule(lambda s: rate(s - 1) if s > 1 else 1/0, 100).failed == ['runs']
-    assert check_schedule(rate(1)*torch.ones(50), 100).failed == ['runs']
+    assert check_schedule([rate(1)]*50, 100).failed == ['runs']
 
 
 @pytest.fixture(scope='module')
 def decoding():
-    torch.manual_seed(0)
-    model = Transformer(replace(CONFIG, dropout=0.0)).eval()
-    with torch.no_grad(): model.output.weight[EOS] *= 1.5
+    torch.manual_seed(2)
+    model = Transformer(replace(CONFIG, tied=False, max_len=12)).eval()
     src = collate([(torch.randint(4, 19, (n,)).tolist(), []) for n in (3, 7, 5, 1, 6)]).src
     return model, src
 
@@ -267,7 +271,7 @@ def test_decoding(decoding):
     assert 'likeliest' in check_decoder(lambda src: [ids[::-1] + [4] for ids, _ in right(src)], model, src).failed
     assert 'order' in check_decoder(lambda src: [right(src)[0]]*len(src), model, src, greedy=False).failed
     assert 'alone' in check_decoder(lambda src: [ids[:src.size(1) - 5] for ids, _ in right(src)], model, src).failed
-    assert check_decoder(lambda src: right(src)[1:], model, src).failed == ['runs'] or True
+    assert check_decoder(lambda src: right(src)[1:], model, src).failed == ['runs']
 
 
 def test_batches():
@@ -280,7 +284,7 @@ def test_batches():
     assert check_batch(F.pad(batch.src, (0, 3)), batch.tgt_in, batch.tgt_out).failed == ['narrow']
     assert 'ends' in check_batch(batch.src, batch.tgt_in, batch.tgt_out.masked_fill(batch.tgt_out == EOS, PAD)).failed
 
-def test_vocabulary_average_accumulation(tmp_path):
+def test_vocabulary_average_accumulation():
     assert check_vocabulary(['a', 'b'], [['a'], ['b', 'c']]).passed
     assert check_vocabulary(['a', 'd', 'a'], [['a'], ['b', 'c']]).failed == ['training', 'once']
     mean = lambda states: {k: torch.stack([s[k] for s in states]).mean(0) for k in states[0]}
@@ -307,3 +311,14 @@ def test_questions_of_ones_own():
     report = ask('mine', {'a': ('holds', lambda: (True, 'tried')), 'b': ('cannot be tried', impossible), 'c': ('breaks', lambda: [][0])})
     assert (report.named(True), report.skipped, report.failed) == (['a'], ['b'], ['c'])
     assert 'IndexError' in report['c'].tried and 'hand in more' in repr(report)
+
+def test_the_record_is_of_the_bugs_on_the_page(monkeypatch):
+    folder = Path(__file__).resolve().parents[1]/'benchmarks'
+    monkeypatch.syspath_prepend(str(folder))
+    import bugs
+    record, names = json.loads((folder/'results/bugs.json').read_text('utf-8')), bugs.page()
+    assert list(record['bugs']) == ['right', *names['GALLERY']] and len(names['GALLERY']) >= 20
+    assert all([run['seed'] for run in runs] == list(bugs.SEEDS) for runs in record['bugs'].values())
+    for bug in 'used before assigned', 'source padding is read':
+        run = bugs.run(names, bug, seed=0, steps=40)
+        assert len(run['losses']) == (0 if bug == 'used before assigned' else 2) and (run['written'] is None) == (not run['losses'])
