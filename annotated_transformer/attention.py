@@ -71,9 +71,15 @@ def fast_attention(
 class KeyValueCache:
     "Keys and values of positions already seen by one attention; a `fixed` one is filled once (the memory)."
     def __init__(self, fixed: bool = False):
-        self.fixed, self.key, self.value = fixed, None, None
+        self.fixed, self.used, self.room = fixed, 0, None # `room`: keys and values, with places to spare
 
-    def __len__(self): return 0 if self.key is None else self.key.size(2)
+    def __len__(self): return self.used
+
+    @property
+    def key(self): return None if self.room is None else self.room[0][:, :, :self.used]
+
+    @property
+    def value(self): return None if self.room is None else self.room[1][:, :, :self.used]
 
     def append(
         self,
@@ -81,17 +87,26 @@ class KeyValueCache:
         value: Float[Tensor, "b h n d_v"],
     ) -> tuple[Float[Tensor, "b h t d_k"], Float[Tensor, "b h t d_v"]]: # of all `t` positions so far
         "Add new positions at the end and return everything held."
-        if self.key is not None:
-            key, value = torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)
-        self.key, self.value = key, value
-        return key, value
+        before, self.used = self.used, self.used + key.size(2)
+        if self.room is None: self.room = key.contiguous(), value.contiguous()
+        else:
+            if self.used > self.room[0].size(2): self.room = tuple(self.wider(held, before) for held in self.room)
+            for held, new in zip(self.room, (key, value)): held[:, :, before:self.used] = new
+        return self.key, self.value
+
+    def wider(self, held: Tensor, before: int) -> Tensor:
+        "What stood in the first `before` places, with places for as much again, and for all that is used."
+        b, h, _, d = held.shape
+        room = held.new_empty(b, h, max(self.used, 2*before), d)
+        room[:, :, :before] = held[:, :, :before]
+        return room
 
     def select(
         self,
         rows: Int[Tensor, "r"], # which rows stay, in which order; rows may repeat
     ) -> None:
         "Keep these rows of the batch: a beam reorders its hypotheses, finished ones leave. Empty stays empty."
-        if self.key is not None: self.key, self.value = self.key[rows], self.value[rows]
+        if self.room is not None: self.room = tuple(held.index_select(0, rows) for held in self.room)
 
 # %% ../nbs/01_attention.ipynb #73-37b96d
 def split_heads(

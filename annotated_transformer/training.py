@@ -40,7 +40,7 @@ def batch_loss(
     "Teacher forcing; padding is dropped before the output layer, so nothing is computed for it."
     real = batch.tgt_out != PAD
     hidden = (states or model.states)(batch.src, batch.tgt_in)[real]  # (n_tokens, d_model)
-    return linear_cross_entropy(hidden, model.output.weight, batch.tgt_out[real], label_smoothing)
+    return linear_cross_entropy(hidden, model.output.weight, batch.tgt_out[real], label_smoothing, bias=model.output.bias)
 
 # %% ../nbs/16_training.ipynb #15-9bb18c
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ class Objective(nn.Module):
         "Every sentence twice in one batch, so each copy meets a dropout of its own."
         real = batch.tgt_out != PAD
         one, two = (states[real] for states in self.states(torch.cat([batch.src] * 2), torch.cat([batch.tgt_in] * 2)).chunk(2))
-        both = r_drop_loss(one, two, self.model.output.weight, batch.tgt_out[real], self.config.label_smoothing, self.config.r_drop)
+        both = r_drop_loss(one, two, self.model.output.weight, batch.tgt_out[real], self.config.label_smoothing, self.config.r_drop,
+                           bias=self.model.output.bias)
         return both / 2 # of one pass, so that figures compare
 
 # %% ../nbs/16_training.ipynb #22-ffd108

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from .attention import MultiHeadAttention, causal_mask, padding_mask
-from .layers import Decoder, DecoderCache, Dropout, Encoder, FeedForward, Norm
+from .layers import Activation, Decoder, DecoderCache, Dropout, Encoder, FeedForward, Norm
 from .positions import (
     AlibiPositions, LearnedPositions, NoPositions, Positions, RotaryPositions, SinusoidalPositions)
 from .vocabulary import PAD
@@ -38,6 +38,8 @@ class TransformerConfig:
     max_len: int = 512       # the most positions a sentence may have, end mark included
     tied: bool = True        # one matrix embeds source and target and scores the output (3.4)
     init: Init = 'glorot'    # how matrices are drawn; 'scaled' makes what each sublayer adds smaller, the deeper the stack
+    activation: Activation = 'relu' # what bends the feed-forward networks' inner layer (3.3)
+    output_bias: bool = False # give every word a logit of its own besides, whatever the state; the paper has none
 
     def __post_init__(self):
         for name in 'vocab_size n_layers d_model d_ff n_heads d_k d_v max_len'.split():
@@ -53,7 +55,7 @@ class TransformerConfig:
         if self.positions == 'rotary' and self.head_width % 2:
             raise ValueError(f'd_k={self.head_width} is odd: rotary positions turn pairs of numbers, choose an even width of heads')
         if not 0 <= self.dropout < 1: raise ValueError(f'dropout={self.dropout} must be at least 0 and below 1')
-        for name, known in (('norm', Norm), ('positions', Positions), ('init', Init)):
+        for name, known in (('norm', Norm), ('positions', Positions), ('init', Init), ('activation', Activation)):
             if getattr(self, name) not in get_args(known):
                 raise ValueError(f'{name}={getattr(self, name)!r} is unknown: choose {" or ".join(get_args(known))}')
 
@@ -115,9 +117,10 @@ class Embeddings(nn.Module):
         super().__init__()
         self.config = c = config
         self.src_embed, self.tgt_embed = (nn.Embedding(c.vocab_size, c.d_model) for _ in range(2))
-        self.output = nn.Linear(c.d_model, c.vocab_size, bias=False)
+        self.output = nn.Linear(c.d_model, c.vocab_size, bias=c.output_bias)
         if c.tied: self.src_embed.weight = self.tgt_embed.weight = self.output.weight
-        for p in self.parameters(): nn.init.normal_(p, std=c.d_model ** -0.5) # logits start with spread 1 ...
+        for p in self.parameters(): # logits start with spread 1 ...
+            nn.init.normal_(p, std=c.d_model ** -0.5) if p.dim() > 1 else nn.init.zeros_(p)
         self.scale = math.sqrt(c.d_model)  # ... and so do tokens, which must stand up to their positions
         add_positions = {'sinusoidal': SinusoidalPositions, 'learned': LearnedPositions}.get(c.positions, NoPositions)
         self.src_positions, self.tgt_positions = (add_positions(c.d_model, c.max_len) for _ in range(2))
@@ -161,7 +164,8 @@ class Transformer(Embeddings):
         c = config
         positions = (AlibiPositions(c.n_heads) if c.positions == 'alibi' else           # inside every self-attention,
                      RotaryPositions(c.head_width, c.max_len) if c.positions == 'rotary' else None)  # or not at all
-        stack = dict(n_heads=c.n_heads, d_ff=c.d_ff, dropout=c.dropout, norm=c.norm, d_k=c.d_k, d_v=c.d_v, positions=positions)
+        stack = dict(n_heads=c.n_heads, d_ff=c.d_ff, dropout=c.dropout, norm=c.norm, d_k=c.d_k, d_v=c.d_v,
+                     positions=positions, activation=c.activation)
         self.encoder = Encoder(c.n_layers, c.d_model, **stack)
         self.decoder = Decoder(c.n_layers, c.d_model, **stack)
         for stack in (self.encoder, self.decoder): initialize(stack, c.init)

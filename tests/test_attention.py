@@ -218,6 +218,26 @@ def test_any_split_into_chunks_gives_the_same(sizes, seed):
     assert len(cache) == n
 
 
+@pytest.mark.parametrize('sizes', [[1]*20, [3, 1, 1, 9, 2, 1], [1, 40, 1]], ids=str)
+def test_places_to_spare(sizes):
+    "What is handed out stays as it was while the cache grows, and is copied seldom; rows are chosen with places to spare."
+    torch.manual_seed(0)
+    pieces = [(torch.randn(3, 2, n, 4), torch.randn(3, 2, n, 5)) for n in sizes]
+    cache, given, rooms = KeyValueCache(), [], set()
+    for key, value in pieces:
+        held = cache.append(key, value)
+        given.append((held, [x.clone() for x in held]))
+        rooms.add(id(cache.room))
+    keys, values = (torch.cat(parts, 2) for parts in zip(*pieces))
+    assert torch.equal(cache.key, keys) and torch.equal(cache.value, values) and len(cache) == sum(sizes)
+    assert all(torch.equal(a, b) for now, then in given for a, b in zip(now, then))
+    assert cache.room[0].size(2) < 2 * sum(sizes) and len(rooms) <= 2 + math.log2(sum(sizes))
+    cache.select(torch.tensor([2, 0]))
+    extra = torch.randn(2, 2, 1, 4), torch.randn(2, 2, 1, 5)
+    cache.append(*extra)
+    assert torch.equal(cache.key, torch.cat([keys[[2, 0]], extra[0]], 2)) and torch.equal(cache.value, torch.cat([values[[2, 0]], extra[1]], 2))
+
+
 def test_a_fixed_cache_keeps_the_first_memory():
     torch.manual_seed(0)
     mha, x, memory = MultiHeadAttention(12, 3), torch.randn(2, 1, 12), torch.randn(2, 7, 12)

@@ -1,10 +1,16 @@
 "The command line as its users meet it: what goes wrong is one line and exit code 2, and what was there stays as it was."
-import hashlib, json, os, resource, signal, subprocess, sys, time
+import hashlib, json, os, re, resource, signal, subprocess, sys, time
+from dataclasses import replace
 from pathlib import Path
 
-import pytest
+import pytest, torch
 
-from annotated_transformer.cli import main
+from annotated_transformer.cli import main, parse
+from annotated_transformer.corpora import load_corpus
+from annotated_transformer.decoding import DecodingConfig
+from annotated_transformer.scoring import lowercased_tokenized, lowercased_tokenized_bleu, report, score
+from annotated_transformer.transformer import Transformer
+from annotated_transformer.translator import Translator
 
 SMALL = '--max-steps 40 --save-every 20 --d-model 32 --d-ff 64 --n-layers 1 --vocab-size 300 --max-tokens 512 --max-len 40'.split()
 COMMAND = [sys.executable, '-c', 'from annotated_transformer.cli import main; main()']
@@ -112,19 +118,142 @@ def test_too_long_is_cut_and_said(trained):
     assert run.returncode == 0 and len(out.splitlines()) == 1
     assert len(err.splitlines()) == 1 and 'cut' in err and '39' in err
 
-def test_stdin_that_is_no_text(fails, trained, monkeypatch):
-    class Stdin:
-        buffer = [b'fine\n', b'\xff\xfe\n']
-        @staticmethod
-        def isatty(): return False
+class Stdin:
+    "Standard input with two lines, one of them no text."
+    buffer = [b'the dog runs .\n', b'\xff\xfe\n', b'the cat eats .\n']
+    @staticmethod
+    def isatty(): return False
+
+def test_stdin_that_is_no_text(fails, trained, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'stdin', Stdin)
-    assert 'line 2' in fails('translate', '--model', trained)
+    main(['translate', '--model', str(trained), '--min-len', '1'])
+    out, err = capsys.readouterr()
+    assert out.count('\n') == 3 and out.split('\n')[1] == '' != out.split('\n')[2]     # the rest is translated
+    assert len(err.splitlines()) == 1 and '1 of 3 lines' in err and 'line 2: not UTF-8' in err
+    assert 'line 2' in fails('translate', '--model', trained, '--on-error', 'raise')
+
+def test_a_file_becomes_a_file(fails, trained, tmp_path, capsys):
+    source, out = tmp_path / 'in.txt', tmp_path / 'out.txt'
+    source.write_bytes(b'the dog runs .\n\nthe cat eats .')
+    main(['translate', '--model', str(trained), '--input', str(source), '--output', str(out), '--prefix', 'DOG'])
+    lines = out.read_text(encoding='utf-8').split('\n')
+    assert len(lines) == 4 and lines[0].startswith('DOG') and lines[1] == lines[3] == ''
+    assert '3/3' in capsys.readouterr().err                # the bar knows how many lines there are
+    source.write_bytes(b'fine\n\xff\n')
+    with pytest.raises(SystemExit): main(['translate', '--model', str(trained), '--input', str(source), '--output', str(out), '--on-error', 'raise'])
+    assert 'line 2: not UTF-8' in capsys.readouterr().err.splitlines()[-1]
+    assert out.read_text(encoding='utf-8').split('\n') == lines and sorted(p.name for p in tmp_path.iterdir()) == ['in.txt', 'out.txt']
+    assert 'not both' in fails('translate', '--model', trained, '--input', source, 'hello')
+    assert 'absent.txt' in fails('translate', '--model', trained, '--input', tmp_path / 'absent.txt')
+    assert str(tmp_path / 'no/out.txt') in fails('translate', '--model', trained, '--input', source, '--output', tmp_path / 'no/out.txt')
+
+def test_killed_while_writing_leaves_no_file(trained, tmp_path):
+    (tmp_path / 'in.txt').write_text('the dog runs .\n' * 200_000)
+    run = start(['translate', '--model', trained, '--input', tmp_path / 'in.txt', '--output', tmp_path / 'out.txt'])
+    while not list(tmp_path.glob('.*.tmp')): time.sleep(0.05); assert run.poll() is None
+    run.send_signal(signal.SIGINT)
+    run.communicate()
+    assert run.returncode == 130 and [p.name for p in tmp_path.iterdir()] == ['in.txt']
+
+def test_every_decoding_setting_is_a_flag(trained, capsys, fails):
+    main(['translate', '--model', str(trained), '--n-best', '2', '--beam-size', '3', '--alpha', '1', '--length-offset', '0', '--min-len', '1',
+          '--no-repeat-ngram', '2', '--max-extra', '9', 'the dog runs .', ''])
+    rows = [line.split('\t') for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows] == ['1', '1', '2'] and float(rows[0][1]) >= float(rows[1][1])
+    assert 'n_best=5' in fails('translate', '--model', trained, '--n-best', '5', 'hello')
+
+def test_a_models_own_decoding_settings_are_the_defaults(trained, tmp_path, capsys, fails):
+    for name in ('config.json', 'model.safetensors', 'tokenizer.json'): (tmp_path / name).write_bytes((trained / name).read_bytes())
+    about = json.loads((trained / 'training.json').read_text())
+    (tmp_path / 'training.json').write_text(json.dumps(about | dict(decoding=dict(beam_size=1, alpha=1.5))))
+    with pytest.raises(SystemExit): main(['translate', '--model', str(tmp_path), '--help'])
+    said = re.sub(r'[│\s]+', ' ', capsys.readouterr().out)
+    assert re.search(r'--beam-size INT [^()]*\(default: 1\)', said) and re.search(r'--alpha FLOAT [^()]*\(default: 1.5\)', said)
+    assert parse(['translate', '--model', str(tmp_path)]).decoding == DecodingConfig(beam_size=1, alpha=1.5)
+    assert parse(['evaluate', f'--model={tmp_path}', '--alpha', '0']).decoding == DecodingConfig(beam_size=1, alpha=0.)
+    (tmp_path / 'training.json').write_text(json.dumps(dict(decoding=dict(beam_size=0))))
+    assert 'training.json: its "decoding"' in fails('translate', '--model', tmp_path, 'hello')
+
+KEPT = {'bleu', 'signature', 'chrf', 'chrf_signature', 'sentences', 'seconds'}
+ADDED = {'length_ratio', 'bleu_mean', 'bleu_half_width', 'bleu_interval_signature', 'lowercased_tokenized_bleu', 'lowercased_tokenized_signature',
+         'by_length', 'perplexity', 'sentences_per_second', 'tokens_per_second'}
 
 def test_evaluate_prints_one_json_object(trained, capsys, tmp_path):
     main(['evaluate', '--model', str(trained), '--split', 'test', '--json', '--output', str(tmp_path / 'out.txt')])
     result = json.loads(capsys.readouterr().out)
-    assert {'bleu', 'signature', 'chrf', 'sentences', 'seconds'} <= result.keys()
-    assert len((tmp_path / 'out.txt').read_text().splitlines()) == result['sentences'] > 0
+    assert result.keys() == KEPT | ADDED
+    lines = (tmp_path / 'out.txt').read_text().splitlines()
+    assert len(lines) == result['sentences'] == sum(group['sentences'] for group in result['by_length'].values()) > 0
+    translator, corpus = Translator.load(trained), load_corpus(parse(['evaluate', '--model', str(trained)]).corpus)
+    src, tgt = zip(*corpus['test'])
+    assert result['bleu'] == score(lines, tgt).bleu and result['perplexity'] == pytest.approx(translator.perplexity(src, tgt))
+    written = sum(len(translator.tokenizer.encode(line)) + 1 for line in lines)
+    assert result['tokens_per_second'] * result['seconds'] == pytest.approx(written, rel=0.2, abs=2)
+    assert result['tokens_per_second'] / result['sentences_per_second'] == pytest.approx(written / len(lines), rel=0.05)
+
+def test_evaluate_says_it_in_words_and_draws_it(trained, capsys, tmp_path, fails):
+    main(['evaluate', '--model', str(trained), '--split', 'test', '--samples', '50', '--plot', str(tmp_path / 'a.svg')])
+    said = capsys.readouterr().out
+    for words in ('files test: BLEU', 'bs:50', 'perplexity', 'target tokens a second', 'words of the reference', 'not to be compared with any'):
+        assert said.count(words) == 1, words
+    assert '<svg' in (tmp_path / 'a.svg').read_text()
+    assert 'a.doc' in fails('evaluate', '--model', trained, '--plot', tmp_path / 'a.doc') and not (tmp_path / 'a.doc').exists()
+    assert 'samples=3' in fails('evaluate', '--model', trained, '--samples', '3', '--json')
+
+def test_any_two_files_are_compared(fails, capsys, tmp_path):
+    references = [f'Der {a} {b} heute, und {c} nicht .' for a in ('Hund', 'Mann') for b in ('schläft', 'isst') for c in ('sie', 'er', 'es')] * 3
+    files = {'ours': [r if i % 3 else r.lower() for i, r in enumerate(references)], 'theirs': [r.replace('heute', '') for r in references],
+             'refs': references, 'cut': [r.replace('heute', 'jetzt') for r in lowercased_tokenized(references, 'de')], 'short': references[1:]}
+    for name, lines in files.items(): (tmp_path / name).write_text('\n'.join(lines) + '\n', encoding='utf-8')
+    def flags(**names): return [str(x) for name, file in names.items() for x in ('--' + name.replace('_', '-'), tmp_path / file)]
+    both = flags(translations='ours', references='refs')
+    main(['evaluate', *both, *flags(against='theirs', tokenized_references='cut', plot='p.png'), '--json'])
+    found = json.loads(capsys.readouterr().out)
+    assert found == report(files['ours'], references, 'de', against=files['theirs'], tokenized_references=files['cut'])
+    assert found['lowercased_tokenized_bleu'] == lowercased_tokenized_bleu(files['ours'], files['cut'], 'de', tokenized=True)[0] < found['bleu']
+    assert report(files['ours'], references, 'de', 0)['lowercased_tokenized_bleu'] == pytest.approx(100) and found['p_value'] <= 1
+    assert (tmp_path / 'p.png').read_bytes().startswith(b'\x89PNG')
+    main(['evaluate', *both, '--samples', '0', *flags(against='theirs')])
+    assert 'the other system: BLEU' in (said := capsys.readouterr().out) and 'p =' not in said
+    assert '35 lines' in fails('evaluate', *flags(translations='short', references='refs'))
+    assert 'short has 35 lines, and there are 36' in fails('evaluate', *both, *flags(against='short'))
+    assert 'absent' in fails('evaluate', *flags(translations='absent', references='refs'))
+    assert 'go together' in fails('evaluate', *flags(translations='ours'))
+
+def test_toy_results_are_told_by_phenomenon(trained, tmp_path, capsys):
+    translator = Translator.load(trained)
+    translator.save(tmp_path)                              # its training.json does not say which corpus it is from
+    (tmp_path / 'training.json').write_text('{}')
+    main(['evaluate', '--model', str(tmp_path), '--split', 'val', '--json', '--beam-size', '1', '--max-extra', '1', '--samples', '0'])
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == (KEPT | ADDED | {'by_phenomenon'}) - {'bleu_mean', 'bleu_half_width', 'bleu_interval_signature'}
+    assert len(found['by_phenomenon']) > 8 and found['sentences'] == 500
+
+@pytest.mark.parametrize('command', ['train', 'evaluate', 'average', 'translate', 'attention', 'import-marian', 'export', 'demo'])
+def test_every_flag_has_help(command, capsys):
+    with pytest.raises(SystemExit) as stop: main([command, '--help'])
+    said = capsys.readouterr().out
+    assert stop.value.code == 0 and command in said
+    flags = re.findall(r'^│ +(--[\w-]+)(.*)', said, re.M)
+    text = re.sub(r'[│\s]+', ' ', said)
+    for flag, _ in flags: assert re.search(rf'{flag}(?:, --no-[\w-]+)? [^-]*[a-z]{{3}}', text), flag
+
+def test_attention_is_a_page(trained, tmp_path, capsys):
+    main(['attention', '--model', str(trained), '--text', 'the dog runs .', '--out', str(tmp_path / 'maps.html')])
+    page = (tmp_path / 'maps.html').read_text(encoding='utf-8')
+    assert '<html' in page and 'maps.html' in capsys.readouterr().out
+
+def test_to_another_program_and_back(trained, tmp_path, capsys, fails):
+    own = Translator.load(trained)
+    torch.manual_seed(0)
+    marian = Translator(Transformer(replace(own.model.config, norm='post')), own.tokenizer)     # as Marian has it
+    marian.save(tmp_path / 'own')
+    main(['export', str(tmp_path / 'own'), '--to', 'ctranslate2', '--out', str(tmp_path / 'ct2'), '--quantization', 'int8'])
+    assert str(tmp_path / 'ct2') in capsys.readouterr().out and (tmp_path / 'ct2/model.bin').is_file()
+    main(['export', str(tmp_path / 'own'), '--to', 'marian', '--out', str(tmp_path / 'marian')])
+    assert str(tmp_path / 'marian') in capsys.readouterr().out and (tmp_path / 'marian/config.json').is_file()
+    assert 'float32' in fails('export', tmp_path / 'own', '--to', 'marian', '--out', tmp_path / 'x', '--quantization', 'int8')
+    assert 'nothing' in fails('import-marian', tmp_path / 'nothing', '--out', tmp_path / 'y') and not (tmp_path / 'y').exists()
 
 def test_other_settings_are_refused_and_nothing_changes(fails, trained):
     flags = ['--corpus', 'files', '--src', trained.parent / 's.txt', '--tgt', trained.parent / 't.txt', '--out', trained, *SMALL]

@@ -43,19 +43,21 @@ def gradients(out, x): return torch.autograd.grad(out.square().sum(), x, retain_
 
 
 @both_norms
-@pytest.mark.parametrize('n_layers, d_model, n_heads, d_ff', [(1, 8, 1, 5), (3, 12, 3, 20), (2, 16, 16, 64)])
-def test_stacks_equal_torch(norm, n_layers, d_model, n_heads, d_ff):
+@pytest.mark.parametrize('n_layers, d_model, n_heads, d_ff, activation', [
+    (1, 8, 1, 5, 'relu'), (3, 12, 3, 20, 'relu'), (2, 16, 16, 64, 'relu'), (2, 12, 3, 20, 'swish'), (2, 12, 3, 20, 'gelu')])
+def test_stacks_equal_torch(norm, n_layers, d_model, n_heads, d_ff, activation):
     "Outputs and the gradients of both inputs, through whole stacks, under the masks of a ragged batch."
     torch.manual_seed(0)
     sizes, first = (d_model, n_heads, d_ff), norm == 'pre'
-    encoder = stirred(Encoder(n_layers, *sizes, 0., norm=norm))
-    decoder = stirred(Decoder(n_layers, *sizes, 0., norm=norm))
+    encoder = stirred(Encoder(n_layers, *sizes, 0., norm=norm, activation=activation))
+    decoder = stirred(Decoder(n_layers, *sizes, 0., norm=norm, activation=activation))
+    bend = {'relu': torch.relu, 'swish': nn.functional.silu, 'gelu': nn.functional.gelu}[activation]
     final = lambda: nn.LayerNorm(d_model) if first else None
     their_encoder = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(*sizes, 0., batch_first=True, norm_first=first), n_layers, final(),
+        nn.TransformerEncoderLayer(*sizes, 0., bend, batch_first=True, norm_first=first), n_layers, final(),
         enable_nested_tensor=False)
     their_decoder = nn.TransformerDecoder(
-        nn.TransformerDecoderLayer(*sizes, 0., batch_first=True, norm_first=first), n_layers, final())
+        nn.TransformerDecoderLayer(*sizes, 0., bend, batch_first=True, norm_first=first), n_layers, final())
     copy_stack(encoder, their_encoder), copy_stack(decoder, their_decoder)
     src = torch.randn(3, 6, d_model, requires_grad=True)
     tgt = torch.randn(3, 4, d_model, requires_grad=True)

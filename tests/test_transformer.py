@@ -1,4 +1,5 @@
 "The whole model over every switch: shapes, what may reach what, the cache, gradients, and settings that are refused."
+import json
 from dataclasses import asdict, replace
 from itertools import product
 
@@ -7,7 +8,11 @@ import torch
 from torch.testing import assert_close
 
 from annotated_transformer.attention import padding_mask
+from annotated_transformer.batches import Batch
+from annotated_transformer.checkpoints import load_model, save_model
 from annotated_transformer.layers import DecoderCache
+from annotated_transformer.losses import label_smoothing_loss
+from annotated_transformer.training import Objective, TrainConfig
 from annotated_transformer.transformer import PRESETS, TABLE_3, Transformer, TransformerConfig, count_parameters
 from annotated_transformer.vocabulary import BOS, EOS, PAD
 
@@ -18,10 +23,12 @@ SWEEP = [replace(BASE, norm=norm, positions=positions, tied=tied, d_k=d_k, d_v=d
 SWEEP += [replace(BASE, norm=norm, positions=positions, d_k=d_k, d_v=d_v, init=init) for norm, positions, (d_k, d_v), init in [
     ('post', 'alibi', (3, 5), 'glorot'), ('pre', 'alibi', (None, None), 'scaled'), ('post', 'rotary', (None, None), 'scaled'),
     ('pre', 'rotary', (6, 5), 'glorot')]]
+SWEEP += [replace(BASE, activation=activation, tied=tied, norm=norm, output_bias=True) for activation, tied, norm in [
+    ('swish', True, 'post'), ('gelu', False, 'pre')]]
 SRC = torch.tensor([[11, 12, 13, 14, 15, 16, EOS], [7, 8, 9, EOS, PAD, PAD, PAD]]) # n = 7
 TGT = torch.tensor([[BOS, 17, 18, 19, 20], [BOS, 21, 22, PAD, PAD]])               # m = 5
 
-def called(c): return f"{c.norm}-{c.positions}-{'tied' if c.tied else 'untied'}-{c.d_k}-{c.d_v}"
+def called(c): return f"{c.norm}-{c.positions}-{'tied' if c.tied else 'untied'}-{c.d_k}-{c.d_v}-{c.activation}"
 
 @pytest.fixture(params=SWEEP, ids=called)
 def model(request):
@@ -150,12 +157,38 @@ def test_settings_that_cannot_work_are_refused(settings, words):
     ('norm', 'both', "norm='both' is unknown: choose post or pre"),
     ('positions', 'both', "positions='both' is unknown: choose sinusoidal or learned or alibi or rotary"),
     ('init', 'zero', "init='zero' is unknown: choose glorot or scaled"),
+    ('activation', 'tanh', "activation='tanh' is unknown: choose relu or swish or gelu"),
     ('d_ff', 2.5, 'd_ff=2.5 must be a positive whole number'),
     ('d_model', None, 'd_model=None must be a positive whole number')])
 def test_what_the_type_checker_would_stop_is_refused_without_it_too(name, value, words):
     config = replace(BASE)
     object.__setattr__(config, name, value)
     with pytest.raises(ValueError, match=words): config.__post_init__()
+
+def test_a_folder_written_before_the_newest_settings_still_loads(tmp_path):
+    torch.manual_seed(0)
+    model = Transformer(BASE).eval()
+    save_model(model, tmp_path)
+    settings = json.loads((tmp_path/'config.json').read_text())
+    for name in ('activation', 'output_bias', 'init'): settings.pop(name)
+    (tmp_path/'config.json').write_text(json.dumps(settings))
+    loaded = load_model(tmp_path)
+    assert loaded.config == BASE and torch.equal(loaded(SRC, TGT), model(SRC, TGT))
+
+@pytest.mark.parametrize('tied', [True, False])
+@pytest.mark.parametrize('r_drop', [0.0, 2.0])
+def test_the_bias_of_the_output_learns_what_autograd_says(tied, r_drop):
+    torch.manual_seed(0)
+    model = Transformer(replace(BASE, tied=tied, output_bias=True, activation='swish'))
+    torch.nn.init.normal_(model.output.bias)
+    batch = Batch(SRC, torch.tensor([[BOS, 17, 18, 19, 20, EOS], [BOS, 21, 22, EOS, PAD, PAD]]))
+    Objective(model, TrainConfig(label_smoothing=0.1, r_drop=r_drop))(batch).backward()
+    chunked = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    plain = label_smoothing_loss(model(SRC, batch.tgt_in), batch.tgt_out, 0.1, PAD, 'sum')      # no dropout: both passes of R-Drop are one
+    plain.backward()
+    for name, p in model.named_parameters(): assert_close(chunked[name], p.grad, atol=1e-5, rtol=1e-4, msg=name)
+    assert model.output.bias.grad.abs().max() > 0.1
 
 def test_unknown_names_are_refused():
     with pytest.raises(TypeError, match='d_modle'): TransformerConfig(d_modle=512)

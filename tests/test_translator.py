@@ -1,4 +1,5 @@
 "A translator in the world: streams of any length, texts with anything in them, a hub that is not there."
+import io
 import itertools
 import json
 import math
@@ -6,29 +7,36 @@ import os
 import subprocess
 import sys
 import warnings
-from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import sentencepiece
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from annotated_transformer.decoding import DecodingConfig
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.translator import FILES, Account, Translation, Translator, chunks
-from annotated_transformer.vocabulary import train_tokenizer
+from annotated_transformer.vocabulary import SentencePieceModel, SentencePieceTokenizer, train_tokenizer
 
 PAIRS = [(p.src, p.tgt) for p in toy_ende('train', n=300)]
 TEXTS = [src for src, _ in PAIRS[:23]]
 QUICK = dict(beam_size=1, max_extra=3)
 
 
+def sentencepiece_tokenizer():
+    "As the models of Marian have it, learned here."
+    data = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter([text for pair in PAIRS for text in pair]), model_writer=data,
+                                             vocab_size=200, hard_vocab_limit=False, minloglevel=2)
+    pieces = list(SentencePieceModel(data.getvalue()).scores)
+    return SentencePieceTokenizer([data.getvalue()]*2, [pieces]*2, ('en', 'de'))
+
 def make(kind='bpe', seed=0, **sizes):
     "A small translator that knows nothing and says something."
-    tokenizer = train_tokenizer(kind, PAIRS, ('en', 'de'), vocab_size=300)
+    tokenizer = sentencepiece_tokenizer() if kind == 'sentencepiece' else train_tokenizer(kind, PAIRS, ('en', 'de'), vocab_size=300)
     torch.manual_seed(seed)
     model = Transformer(TransformerConfig(len(tokenizer), **dict(n_layers=1, d_model=16, d_ff=24, n_heads=2, max_len=40, dropout=0.) | sizes))
     for p in model.parameters(): torch.nn.init.normal_(p, std=0.4)
@@ -36,7 +44,7 @@ def make(kind='bpe', seed=0, **sizes):
 
 @pytest.fixture(scope='module')
 def translator(): return make()
-@pytest.fixture(scope='module', params=['bpe', 'words'])
+@pytest.fixture(scope='module', params=['bpe', 'words', 'sentencepiece'])
 def either(request): return make(request.param)
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory, translator):
@@ -134,10 +142,10 @@ def peak_memory(folder, lines, tmp_path):
 @pytest.mark.skipif(not Path('/proc/self/status').is_file(), reason='peak memory is read from /proc')
 def test_memory_does_not_grow_with_the_file(folder, translator, tmp_path):
     expected = translator.translate(TEXTS, **QUICK)
-    few, _ = peak_memory(folder, 4_000, tmp_path)
+    few, _ = peak_memory(folder, 2_500, tmp_path)        # more than are read ahead
     many, found = peak_memory(folder, 20_000, tmp_path)
     assert found == [expected[i % 23] for i in range(20_000)] + ['']
-    assert many - few < 10, (few, many)                  # 16,000 more lines, kept whole, would be some 10 MiB of ids alone
+    assert many - few < 10, (few, many)                  # 17,500 more lines, kept whole, would be some 10 MiB of ids alone
 
 @pytest.mark.full
 def test_a_million_lines(folder, translator, tmp_path):
@@ -152,7 +160,7 @@ LETTERS = st.characters(exclude_categories=())           # every code point, lon
 ODD = st.sampled_from(['', ' ', '\n', '\N{DOG}' * 50, 'שלום', 'مرحبا \u202e', '\x00', '\x1b[2J', '\ud800', 'a' * 2000, '<eos>', '￭', '▁',
                        '\u2028', '\ufeff', 'e\u0301' * 30, '\U000e0001', '1' * 400, '. ' * 200, '\udfff\ud800', '⁇ <unk>'])
 STRINGS = st.text(LETTERS, max_size=2000) | ODD | st.lists(ODD, max_size=4).map(''.join) | st.sampled_from(TEXTS)
-LIGHT = settings(max_examples=50, deadline=None, derandomize=True, database=None)
+LIGHT = settings(max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 HEAVY = settings(max_examples=3000, deadline=None, database=None)
 
 def check_any_list(translator, texts):
@@ -177,7 +185,7 @@ def test_any_list_of_any_strings(either, texts): check_any_list(either, texts)
 @given(text=STRINGS)
 def test_any_string_in_company_and_alone(either, text): check_any_text(either, text)
 
-@settings(LIGHT, max_examples=25)
+@settings(LIGHT, max_examples=20)
 @given(texts=st.lists(STRINGS, min_size=1, max_size=3), prefix=STRINGS, beam_size=st.integers(1, 3))
 def test_any_string_through_every_door(either, texts, prefix, beam_size):
     def doors():
@@ -209,7 +217,8 @@ def test_several_translations_of_each(translator):
     assert [ways[0].text for ways in best] == translator.translate(TEXTS[:4], beam_size=5, max_extra=3)
     for ways in best: assert [way.score for way in ways] == sorted((way.score for way in ways), reverse=True)
     assert list(translator.translate_n_best(iter(TEXTS[:4]), n_best=3, beam_size=5, max_extra=3)) == best
-    assert translator.translate_n_best(TEXTS[0], n_best=3, beam_size=5, max_extra=3) == best[0]
+    alone = translator.translate_n_best(TEXTS[0], n_best=3, beam_size=5, max_extra=3)
+    assert [way.text for way in alone] == [way.text for way in best[0]] and alone[0].score == pytest.approx(best[0][0].score, abs=1e-3)
     with pytest.raises(ValueError, match='translate_n_best'): translator.translate(TEXTS, n_best=2)
     with pytest.raises(ValueError, match='n_best=5'): translator.translate_n_best(TEXTS, n_best=5, beam_size=4)
 
@@ -220,7 +229,8 @@ def test_prefixes_are_kept(translator):
     for prefix in (['Der'], ['Der'] * 4):
         with pytest.raises(ValueError): translator.translate(TEXTS[:3], prefix=prefix, **QUICK)
 
-def test_scores_are_those_of_teacher_forcing(translator):
+def test_scores_are_those_of_teacher_forcing():
+    translator = make(max_len=100)
     src, tgt = zip(*PAIRS[:9])
     together = translator.score(src, tgt)
     for source, target, found in zip(src, tgt, together):
