@@ -26,7 +26,7 @@ from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.training import batch_loss
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.translator import ModelFolder, Translator
-from annotated_transformer.vocabulary import (BOS, EOS, PAD, SPECIALS, UNK, BytePairTokenizer, SentencePieceModel,
+from annotated_transformer.vocabulary import (BOS, EOS, PAD, SPECIALS, UNK, BytePairTokenizer,
                                               WordTokenizer, load_tokenizer)
 
 transformers.logging.set_verbosity_error()
@@ -204,26 +204,6 @@ def noise(n, seed=0):
     for _ in range(n):
         text, share = rng.choice(rng.choice(PAIRS)), rng.choice((0.05, 0.5))
         yield ''.join(char(text, share) for _ in range(rng.randrange(1, 60)))
-
-
-@pytest.mark.parametrize('options', [{}, dict(character_coverage=0.98), dict(normalization_rule_name='identity'), dict(normalization_rule_name='nfkc_cf', add_dummy_prefix=False),
-                                     dict(remove_extra_whitespaces=False)], ids=str)
-def test_a_unigram_model_cuts_as_its_library_does(options):
-    data = spm([text for pair in PAIRS for text in pair], 300, **options)
-    texts = [text for pair in PAIRS[:300] for text in pair] + list(noise(1000)) + ['', ' ', '   ', '▁', '▁▁a', 'a▁', 'a ▁ b', '\0', '\u200b', '\u3000a']
-    library = sentencepiece.SentencePieceProcessor(model_proto=data).encode(texts, out_type=str)
-    model = SentencePieceModel(data)
-    assert [(text, model.cut(text)) for text in texts] == list(zip(texts, library))
-
-
-OURS, LIBRARY = SentencePieceModel(SPM[0]), sentencepiece.SentencePieceProcessor(model_proto=SPM[0])
-
-
-@settings(max_examples=300, deadline=None)
-@given(strategies.text(max_size=200))
-def test_any_text_is_cut_as_the_library_does(text):
-    text = text.encode('utf-8', 'replace').decode()                            # it refuses lone surrogates, we replace them
-    assert OURS.cut(text) == LIBRARY.encode(text, out_type=str)
 
 
 def test_the_tokenizer_gives_transformers_ids_and_texts(tmp_path):
@@ -422,9 +402,8 @@ FAULTS = {
     'vocab.json with words': (lambda f: (f/'vocab.json').write_text('{"a": "b"}'), ValueError, 'vocab.json does not fit'),
     'weights cut': (lambda f: (f/'model.safetensors').write_bytes((f/'model.safetensors').read_bytes()[:-9]), ValueError, 'model.safetensors is damaged'),
     'spm cut': (lambda f: (f/'target.spm').write_bytes((f/'target.spm').read_bytes()[:-9]), ValueError, 'the .spm files cannot be used'),
-    'spm of merges': (lambda f: (f/'target.spm').write_bytes(spm([t for t, _ in PAIRS], model_type='bpe')), ValueError, 'model_type is not supported'),
-    'spm of bytes': (lambda f: (f/'target.spm').write_bytes(spm([t for t, _ in PAIRS], 400, byte_fallback=True)), ValueError, 'byte_fallback is not supported'),
-    'spm with symbols': (lambda f: (f/'target.spm').write_bytes(spm([t for t, _ in PAIRS], user_defined_symbols=['<x>'])), ValueError, 'user_defined_symbols is not'),
+    'spm of nothing': (lambda f: (f/'target.spm').write_bytes(b''), ValueError, 'no model of sentencepiece'),
+    'spm of noise': (lambda f: (f/'target.spm').write_bytes(b'pieces'), ValueError, 'no model of sentencepiece'),
 }
 for name, value in dict(model_type='bart', static_position_embeddings=False, normalize_before=True, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=7,
                         activation_function='tanh', eos_token_id=10_000, decoder_start_token_id=0, encoder_layers=0, dropout=1.5).items():
@@ -495,12 +474,16 @@ def test_a_ctranslate2_folder_with_a_fault_is_refused_in_one_line(tmp_path, name
 
 
 def test_without_the_libraries(hub, tmp_path, monkeypatch):
-    for name in ('transformers', 'sentencepiece', 'ctranslate2'): monkeypatch.setitem(sys.modules, name, None)
-    import_marian(hub, tmp_path/'ours')                                             # Marian's doors need none of them
+    for name in ('transformers', 'ctranslate2'): monkeypatch.setitem(sys.modules, name, None)
+    import_marian(hub, tmp_path/'ours')                                             # Marian's doors need neither
     assert Translator.load(tmp_path/'ours', 'cpu').translate('This is a ball.')
     export_marian(tmp_path/'ours', tmp_path/'out')
     with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[ctranslate2\]'"): export_ctranslate2(tmp_path/'ours', tmp_path/'served')
     with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[ctranslate2\]'"): CTranslate2Model(tmp_path/'ours')
+    monkeypatch.setitem(sys.modules, 'sentencepiece', None)
+    with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[marian\]'"): import_marian(hub, tmp_path/'again')
+    with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[marian\]'"): Translator.load(tmp_path/'ours', 'cpu')
+    assert not (tmp_path/'again').exists()
 
 
 def test_nothing_is_overwritten(hub, tmp_path):

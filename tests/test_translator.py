@@ -19,7 +19,7 @@ from annotated_transformer.decoding import DecodingConfig
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.translator import FILES, Account, Translation, Translator, chunks
-from annotated_transformer.vocabulary import SentencePieceModel, SentencePieceTokenizer, train_tokenizer
+from annotated_transformer.vocabulary import SentencePieceTokenizer, open_spm, train_tokenizer
 
 PAIRS = [(p.src, p.tgt) for p in toy_ende('train', n=300)]
 TEXTS = [src for src, _ in PAIRS[:23]]
@@ -31,7 +31,8 @@ def sentencepiece_tokenizer():
     data = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter([text for pair in PAIRS for text in pair]), model_writer=data,
                                              vocab_size=200, hard_vocab_limit=False, minloglevel=2)
-    pieces = list(SentencePieceModel(data.getvalue()).scores)
+    model = open_spm(data.getvalue())
+    pieces = [model.id_to_piece(i) for i in range(len(model)) if not model.is_control(i) and not model.is_unknown(i)]
     return SentencePieceTokenizer([data.getvalue()]*2, [pieces]*2, ('en', 'de'))
 
 def make(kind='bpe', seed=0, **sizes):
