@@ -4,8 +4,8 @@
 __all__ = ['PAD', 'BOS', 'EOS', 'UNK', 'SPECIALS', 'SURROGATES', 'JOINER', 'UNKNOWN', 'TOKENIZERS', 'normalize', 'Vocabulary',
            'build_vocab_from_iterator', 'spacy_splitter', 'join_marks', 'join_words', 'write_whole', 'Tokenizer',
            'check_specials', 'WordTokenizer', 'BytePairTokenizer', 'train_tokenizer', 'BytePairDropout',
-           'dropout_pairs', 'read_message', 'SentencePieceModel', 'SentencePieceTokenizer', 'load_tokenizer',
-           'read_vectors', 'load_vectors', 'use_vectors']
+           'dropout_pairs', 'open_spm', 'SentencePieceTokenizer', 'load_tokenizer', 'read_vectors', 'load_vectors',
+           'use_vectors']
 
 # %% ../nbs/12_vocabulary.ipynb #02-60cf7b
 import base64
@@ -17,7 +17,6 @@ import os
 import random
 import re
 import secrets
-import struct
 import unicodedata
 import zlib
 from collections import Counter, defaultdict
@@ -398,95 +397,17 @@ def dropout_pairs(
         return list(zip(src, tgt))
     return epoch_pairs
 
-# %% ../nbs/12_vocabulary.ipynb #spm-01
-def read_message(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
-    "The numbers and values of a protocol buffer's fields, in their order. Raises ValueError for anything else."
-    at = 0
-    def number():
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte, at, shift = data[at], at + 1, shift + 7
-            value |= (byte & 127) << shift - 7
-            if byte < 128: return value
-    try:
-        while at < len(data):
-            key = number()
-            size = {0: 0, 1: 8, 5: 4}.get(key & 7)
-            if key & 7 == 0: value = number()
-            else:
-                if size is None: size = number() if key & 7 == 2 else len(data) + 1
-                value, at = data[at:at + size], at + size
-                if at > len(data): raise IndexError
-            yield key >> 3, struct.unpack('<f', value)[0] if key & 7 == 5 else value
-    except IndexError: raise ValueError('it ends in the middle, or is no protocol buffer') from None
-
 # %% ../nbs/12_vocabulary.ipynb #spm-03
-class SentencePieceModel:
-    "A unigram model (Kudo, 2018) as the sentencepiece library stores it. ValueError for what it cannot read."
-    def __init__(
-        self,
-        data: bytes, # a whole `.spm` file
-    ):
-        fields = list(read_message(data))
-        pieces = [{3: 1} | dict(read_message(value)) for number, value in fields if number == 1]
-        about, spelling = (dict(read_message(b''.join(v for n, v in fields if n == number))) for number in (2, 3))
-        strange = {'model_type': about.get(3, 1) != 1, 'byte_fallback': about.get(35), 'escape_whitespaces': not spelling.get(5, 1),
-                   'treat_whitespace_as_suffix': about.get(24), 'user_defined_symbols': any(p[3] == 4 for p in pieces)}
-        for setting in filter(strange.get, strange):
-            raise ValueError(f'{setting} is not supported: a plain unigram model of sentencepiece is needed')
-        normal = {p[1].decode(): np.float32(p.get(2, 0)) for p in pieces if p[3] == 1}
-        if not normal: raise ValueError('there are no pieces in it')
-        self.data, self.scores, self.longest = data, normal, max(map(len, normal))
-        self.unknown = min(normal.values()) - np.float32(10)
-        self.prefix, self.trim, rules = spelling.get(3, 1), spelling.get(4, 1), spelling.get(2, b'')
-        size = int.from_bytes(rules[:4], 'little')
-        self.trie, self.spellings = np.frombuffer(rules[4:4 + size], '<u4').tolist(), rules[4 + size:]
-
-    def rewrite(self, data: bytes, at: int) -> tuple[str, int]: # what it becomes, and where the rest begins
-        "The longest rule that fits the text at byte `at`; without one, the character there as it is."
-        node, trie = 0, self.trie
-        spelling, end = None, at + 1 + sum(data[at] >= lead for lead in (0xc0, 0xe0, 0xf0))
-        if trie: node = trie[0] >> 10 << ((trie[0] & 512) >> 6)
-        for i in range(at, len(data) if trie else at):    # down a trie whose nodes lie in one array (Aoe, 1989)
-            node ^= data[i]
-            unit = trie[node]
-            if unit & 0x800000ff != data[i]: break
-            node ^= unit >> 10 << ((unit & 512) >> 6)
-            if unit & 256: spelling, end = trie[node] & 0x7fffffff, i + 1
-        if spelling is None: return data[at:end].decode(), end
-        return self.spellings[spelling:self.spellings.index(0, spelling)].decode(), end
-
-    def normalize(self, text: str) -> str:
-        "The text as the model's rules spell it, with ▁ for a space and, as a rule, one at the front."
-        data, out, at, spaced = text.encode(), ['▁' if self.prefix and text else ''], 0, self.trim
-        while at < len(data):
-            piece, at = self.rewrite(data, at)
-            if spaced: piece = piece.lstrip(' ')
-            if piece: spaced = self.trim and piece.endswith(' ')
-            out.append(piece)
-        text = ''.join(out).replace(' ', '▁')
-        return text.rstrip('▁') if self.trim else text
-
-    def cut(self, text: str) -> list[str]: # pieces; unknown neighbours are one
-        "The likeliest pieces of a text: the first of equals, sums in 32 bits."
-        text, room = self.normalize(text), self.longest
-        best, origin = [np.float32(0)] + [None] * len(text), [0] * (len(text) + 1)
-        for i in range(len(text)):
-            so_far, alone = best[i], True
-            for j in range(i + 1, min(i + room, len(text)) + 1):
-                if (score := self.scores.get(text[i:j])) is None: continue
-                if best[j] is None or so_far + score > best[j]: best[j], origin[j] = so_far + score, i
-                alone = alone and j > i + 1
-            if alone and (best[i+1] is None or so_far + self.unknown > best[i+1]): best[i+1], origin[i+1] = so_far + self.unknown, i
-        pieces, end, merging = [], len(text), False
-        while end:
-            piece, end = text[origin[end]:end], origin[end]
-            unknown = piece not in self.scores
-            if unknown and merging: pieces[-1] = piece + pieces[-1]
-            else: pieces.append(piece)
-            merging = unknown
-        return pieces[::-1]
+def open_spm(
+    data: bytes, # a whole `.spm` file
+): # a sentencepiece.SentencePieceProcessor
+    "A model of sentencepiece. Raises ImportError that says how to install the library, ValueError for bytes that are no model."
+    try: from sentencepiece import SentencePieceProcessor
+    except ImportError: raise ImportError("this tokenizer needs a library: pip install 'annotated_transformer[marian]'") from None
+    try: model = SentencePieceProcessor(model_proto=data)
+    except RuntimeError as error: raise ValueError('it is no model of sentencepiece') from error
+    if not data or not len(model): raise ValueError('it is no model of sentencepiece: there are no pieces in it')
+    return model
 
 # %% ../nbs/12_vocabulary.ipynb #spm-07
 class SentencePieceTokenizer(Tokenizer):
@@ -499,7 +420,7 @@ class SentencePieceTokenizer(Tokenizer):
         langs: Sequence[str],                  # (source language, target language)
     ):
         self.files, self.vocabularies, self.langs = tuple(models), tuple(map(list, vocabularies)), tuple(langs)
-        self.models = [SentencePieceModel(data) for data in models]
+        self.models = [open_spm(data) for data in models]
         self.itos = [*SPECIALS, *dict.fromkeys(piece for side in self.vocabularies for piece in side)]
         ids = dict(zip(self.itos[len(SPECIALS):], range(len(SPECIALS), len(self.itos))))
         self.ids = [{piece: ids[piece] for piece in side} for side in self.vocabularies]
@@ -508,7 +429,7 @@ class SentencePieceTokenizer(Tokenizer):
         "How a text is cut, a leading `>>language<<` apart."
         text, code = SURROGATES.sub('\ufffd', text), []
         if text.startswith('>>') and (end := text.find('<<') + 2) > 1: code, text = [text[:end]], text[end:]
-        return code + self.models[side].cut(text)
+        return code + self.models[side].encode(text, out_type=str)
 
     def encode_batch(self, texts: Iterable[str], lang: str | None = None) -> list[list[int]]:
         "The ids of many texts, in the source language unless told otherwise. Raises ValueError for an unknown one."
@@ -542,6 +463,7 @@ def load_tokenizer(
     if not isinstance(state, dict) or not isinstance(state.get('kind'), str) or state['kind'] not in kinds:
         raise ValueError(f'{path} is no tokenizer file of ours: its "kind" must be one of {", ".join(kinds)}')
     try: return kinds[state['kind']].from_state(state)
+    except ImportError: raise
     except Exception as error:     # tokenizers raises Exception itself for what it cannot read
         reason = str(error).partition('\n')[0]
         raise ValueError(f'{path} is a broken tokenizer file: {type(error).__name__}: {reason}') from error
