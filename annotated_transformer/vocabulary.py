@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['PAD', 'BOS', 'EOS', 'UNK', 'SPECIALS', 'SURROGATES', 'JOINER', 'UNKNOWN', 'TOKENIZERS', 'normalize', 'Vocabulary',
-           'build_vocab_from_iterator', 'spacy_splitter', 'join_marks', 'join_words', 'write_whole', 'Tokenizer',
-           'check_specials', 'WordTokenizer', 'BytePairTokenizer', 'train_tokenizer', 'BytePairDropout',
+           'build_vocab_from_iterator', 'spacy_splitter', 'join_marks', 'join_words', 'whole_file', 'write_whole',
+           'Tokenizer', 'check_specials', 'WordTokenizer', 'BytePairTokenizer', 'train_tokenizer', 'BytePairDropout',
            'dropout_pairs', 'open_spm', 'SentencePieceTokenizer', 'load_tokenizer', 'read_vectors', 'load_vectors',
            'use_vectors']
 
@@ -132,27 +132,35 @@ def join_words(
     return re.sub(f' ?{JOINER} ?', '', ' '.join(tokens))
 
 # %% ../nbs/12_vocabulary.ipynb #27-79d4e9
-def write_whole(
-    path: str | Path,  # the file to write
-    data: str | bytes, # all of it; text is written as UTF-8
-) -> Path: # the file
-    "Write a file whole or not at all: on any failure the old one stays. Raises OSError."
+@contextlib.contextmanager
+def whole_file(
+    path: str | Path, # the file to write
+    mode: str = 'xb', # of `open`, as all other options
+    **options,
+): # yields an open file that takes the place of `path` at the end of the `with`
+    "Write a file bit by bit, and yet whole or not at all: on any failure the old one stays. Raises OSError."
     path = Path(os.path.realpath(path))
-    data = data.encode('utf-8') if isinstance(data, str) else data
     temporary = path.with_name(f'.{secrets.token_hex(8)}.tmp')
     try:
-        with open(temporary, 'xb') as file:
-            file.write(data)
+        with open(temporary, mode, **options) as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError): temporary.unlink()
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
             error.filename = str(path)
             del error.filename2 # even None would be shown
         raise
-    return path
+
+def write_whole(
+    path: str | Path,  # the file to write
+    data: str | bytes, # all of it; text is written as UTF-8
+) -> Path: # the file
+    "Write a file whole or not at all: on any failure the old one stays. Raises OSError."
+    with whole_file(path) as file: file.write(data.encode('utf-8') if isinstance(data, str) else data)
+    return Path(os.path.realpath(path))
 
 # %% ../nbs/12_vocabulary.ipynb #30-4f6d77
 UNKNOWN = '⁇'
