@@ -141,7 +141,7 @@ class MultiHeadAttention(nn.Module):
         self.query, self.key = nn.Linear(d_model, n_heads * d_k), nn.Linear(d_model, n_heads * d_k)
         self.value, self.output = nn.Linear(d_model, n_heads * d_v), nn.Linear(n_heads * d_v, d_model)
         self.n_heads, self.positions = n_heads, positions
-        self._seen = None  # a list while `record_attention` watches
+        self._seen = None  # what `record_attention` hands the weights to, while it watches
 
     def forward(
         self,
@@ -162,18 +162,20 @@ class MultiHeadAttention(nn.Module):
         if self._seen is None: heads = fast_attention(query, key, value, mask, bias)
         else:
             heads, weights = attention(query, key, value, mask, bias)
-            self._seen.append(weights.detach())
+            self._seen(weights)
         return self.output(join_heads(heads))
 
 # %% ../nbs/01_attention.ipynb #88-d9d496
 @contextmanager
 def record_attention(
     model: nn.Module, # anything that holds `MultiHeadAttention` modules
+    graph: bool = False, # keep what gradients need, to ask how much each weight mattered; else bare numbers
 ): # yields {module's name: [weights (b, h, m, n), one per call]}, filled while the block runs
     "Let every head show where it looks, for the length of a `with`."
     heads = {name: m for name, m in model.named_modules() if isinstance(m, MultiHeadAttention)}
-    before = {m: m._seen for m in heads.values()}
-    for m in heads.values(): m._seen = []
-    try: yield {name: m._seen for name, m in heads.items()}
+    before, seen = {m: m._seen for m in heads.values()}, {name: [] for name in heads}
+    def keeper(calls): return lambda weights: calls.append(weights if graph else weights.detach())
+    for name, m in heads.items(): m._seen = keeper(seen[name])
+    try: yield seen
     finally:
         for m in heads.values(): m._seen = before[m]

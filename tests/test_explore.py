@@ -172,6 +172,7 @@ def test_light_and_dark(visit):
     settle(night)
     assert paper(night) == white and lines(night) == lines(day)
     day.emulate_media(color_scheme='dark')                                              # the system changes
+    day.wait_for_selector(':root.dark', state='attached')                               # and tells the page when it has a moment
     settle(day)
     assert paper(day) == black
 

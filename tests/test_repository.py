@@ -17,10 +17,10 @@ PACKAGE = ROOT/'annotated_transformer'
 FLOORS = {
     1: 'attention positions vocabulary losses optimizer scoring toy_languages visualize checks distributed',
     2: 'layers batches corpora complexity',
-    3: 'transformer large_corpora',
+    3: 'transformer large_corpora recurrent',
     4: 'checkpoints decoding',
     5: 'training',
-    6: 'translator recurrent',
+    6: 'translator',
     7: 'recipe interop heads',
     8: 'cli',
     9: '__main__',
