@@ -1,6 +1,6 @@
 # `make demo` and `make test` are the two commands: each makes .venv if it is missing, installs, and goes.
 PYTHON  ?= python3
-# pages tested side by side, one thread each
+# pages, and files of tests, that run side by side, one thread each
 WORKERS ?= 2
 
 BIN    := .venv/bin
@@ -29,7 +29,7 @@ test-pages: $(READY)  ## run every page as a test
 
 test-python: $(READY)  ## pytest, for what a page cannot show
 	@echo '== pytest'
-	$(BIN)/python -m pytest -ra tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
 
 lab: $(READY)  ## read and edit the pages in JupyterLab
 	$(BIN)/jupyter lab nbs
