@@ -17,9 +17,9 @@ from .checkpoints import Progress, average_checkpoints, best_steps, checkpoint_n
 from .corpora import CorpusConfig, load_corpus, stream_lines, zip_lines
 from .decoding import DecodingConfig
 from .distributed import join, part
-from .recipe import RunConfig, default_run, evaluate, phenomenon_scores, train_translator
+from .recipe import RunConfig, default_run, evaluate, phenomenon_scores, recipe_for, train_translator
 from .scoring import Scores, brief, plot_groups, report
-from .translator import Translator, decoding_of
+from .translator import SHIPPED, Translator, decoding_of
 from .vocabulary import whole_file, write_whole
 
 # %% ../nbs/42_command_line.ipynb #05-b11d0e
@@ -28,6 +28,7 @@ class Train:
     "Train a translator. Unless told otherwise the settings are the corpus' recipe; an unfinished run goes on where it was."
     run: RunConfig
     out: Path = Path('runs/toy-ende') # the run's folder: log, checkpoints, trained model
+    recipe: str = ''        # settings that were measured, by name: copy, toy-ende, multi30k-en-de, multi30k-de-en or multi30k-en-fr
     preset: str = ''        # sizes of the model: mini, tiny, base, big or another row of Table 3
     overwrite: bool = False # start anew, whatever run the folder holds
 
@@ -48,7 +49,7 @@ class Evaluate:
     "Score a model on a split of a corpus, or the translations in a file: BLEU, chrF, how sure they are, and by length of sentence."
     corpus: CorpusConfig
     decoding: DecodingConfig
-    model: Path = Path('runs/demo') # a folder that `train` wrote
+    model: Path | None = None       # a folder that `train` wrote; unless given, the toy EN-DE model that comes with the package
     split: str = 'test'             # which part of the corpus; unless told otherwise, of the one it was trained on
     translations: Path | None = None # instead of a model: some system's translations, one a line, ...
     references: Path | None = None  # ... and what they are compared with, line by line; --pair says the languages
@@ -78,9 +79,10 @@ class Evaluate:
 
     def translated(self):
         "The model's translations, its perplexity on the references, and how long it took."
-        translator, corpus = Translator.load(self.model), load_corpus(self.corpus)
+        folder = self.model or SHIPPED
+        translator, corpus = Translator.load(folder), load_corpus(self.corpus)
         if corpus.langs != tuple(translator.tokenizer.langs):
-            raise ValueError(f'{self.model} translates {"-".join(translator.tokenizer.langs)}, not {"-".join(corpus.langs)}')
+            raise ValueError(f'{folder} translates {"-".join(translator.tokenizer.langs)}, not {"-".join(corpus.langs)}')
         sources, references = map(list, zip(*corpus[self.split]))
         began = time.monotonic()
         translations = translator.translate(sources, progress_bar=not self.json, **asdict(self.decoding))
@@ -155,7 +157,7 @@ class Translate:
     "Translate the sentences given, a file, or standard input line by line: one line out for each line in."
     decoding: DecodingConfig
     text: tyro.conf.Positional[tuple[str, ...]] = () # sentences; none: read --input, or standard input
-    model: Path = Path('runs/demo') # a folder that `train` wrote
+    model: Path | None = None       # a folder that `train` wrote; unless given, the toy EN-DE model that comes with the package
     input: Path | None = None       # a file of sentences, one a line
     output: Path | None = None      # a file for the translations, there when all are done; standard output unless given
     prefix: str = ''                # how every translation begins
@@ -168,7 +170,7 @@ class Translate:
             source, total, ahead = list(self.text), None, 2048
             if self.input: source, total = stack.enter_context(open(self.input, 'rb')), count_lines(self.input)
             elif not source: source, ahead = iter(sys.stdin.buffer), 1 if sys.stdin.isatty() else 256
-            translator = Translator.load(self.model)
+            translator = Translator.load(self.model or SHIPPED)
             out = stack.enter_context(whole_file(self.output, 'x', encoding='utf-8', newline='\n')) if self.output else None
             found = translator.translate_n_best(source, max_tokens=self.max_tokens, progress_bar=bool(out), on_error=self.on_error,
                                                 prefix=self.prefix or None, read_ahead=ahead, total=total, **asdict(self.decoding))
@@ -189,12 +191,12 @@ def count_lines(path: Path) -> int:
 class Attention:
     "Write an interactive page of where every layer and head looks while one sentence is translated."
     text: str                       # the sentence
-    model: Path = Path('runs/demo') # a folder that `train` wrote
+    model: Path | None = None       # a folder that `train` wrote; unless given, the toy EN-DE model that comes with the package
     translation: str | None = None  # what the decoder is made to write; its own translation unless given
     out: Path = Path('attention.html') # the page
 
     def __call__(self) -> None:
-        Translator.load(self.model).explore(self.text, self.translation).save(self.out)
+        Translator.load(self.model or SHIPPED).explore(self.text, self.translation).save(self.out)
         print(f'{self.out}: open it in a browser')
 
 # %% ../nbs/42_command_line.ipynb #22-d30671
@@ -242,7 +244,7 @@ class Demo:
         maps = translator.attention(max((src for src, _ in corpus['test'][:8]), key=len)) # the longest sentence shown above
         ax = plot_attention(maps.cross[-1].mean(0), maps.tgt, maps.src, 'Last layer, mean of its heads: where the decoder looked')
         ax.figure.savefig(self.out / 'attention.png', dpi=120, bbox_inches='tight')
-        print(f"\nThe picture is {self.out / 'attention.png'}. Try:  annotated-transformer translate 'The small dog sleeps.'")
+        print(f"\nThe picture is {self.out / 'attention.png'}. Try:  annotated-transformer translate --model {self.out} 'The small dog sleeps.'")
 
 def show(pairs: list[tuple[str, str]], translations: list[str], n: int = 8) -> None:
     "Sentences, their translations, and the reference where it differs."
@@ -257,11 +259,11 @@ def peek(args: list[str], *names: str) -> dict[str, str]:
     with contextlib.redirect_stderr(io.StringIO()): found = vars(parser.parse_known_args(args)[0])
     return {name: value for name, value in found.items() if value is not None}
 
-def own_corpus(model: str) -> CorpusConfig:
+def own_corpus(model: str | Path) -> CorpusConfig:
     "The corpus that a model was trained on, as its `training.json` tells."
     return CorpusConfig(**made_of(model).get('run', {}).get('corpus', {}))
 
-def made_of(model: str) -> dict:
+def made_of(model: str | Path) -> dict:
     "What a model's `training.json` holds; nothing if there is none. Raises ValueError that names a damaged one."
     about = Path(model) / 'training.json'
     try: return json.loads(about.read_text('utf-8')) if about.is_file() else {}
@@ -270,9 +272,10 @@ def made_of(model: str) -> dict:
 # %% ../nbs/42_command_line.ipynb #18-aa3ac5
 def parse(args: list[str]):
     "The command that the arguments ask for, filled in. Raises ValueError that says what cannot be understood."
-    asked = peek(args, 'corpus', 'preset', 'model')
-    train = Train(default_run(CorpusConfig(), asked.get('preset'), asked.get('corpus')), Path('runs', asked.get('corpus', 'toy-ende')))
-    model = asked.get('model', 'runs/demo')
+    asked = peek(args, 'corpus', 'preset', 'model', 'recipe')
+    recipe = asked.get('recipe') or recipe_for(asked.get('corpus', 'toy-ende'))
+    train = Train(default_run(None, asked.get('preset'), recipe), Path('runs', asked.get('recipe') or asked.get('corpus', 'toy-ende')))
+    model = asked.get('model', SHIPPED)
     corpus = CorpusConfig() if 'corpus' in asked else own_corpus(model)
     decoding = decoding_of(made_of(model), Path(model) / 'training.json')
     def command(cls, name, *default): return Annotated[cls, tyro.conf.subcommand(name, **{'default': d for d in default})]
@@ -282,7 +285,7 @@ def parse(args: list[str]):
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(tyro.conf.OmitArgPrefixes[tyro.conf.OmitSubcommandPrefixes[kinds]],
+            return tyro.cli(tyro.conf.OmitArgPrefixes[tyro.conf.OmitSubcommandPrefixes[tyro.conf.AvoidSubcommands[kinds]]],
                             args=args, prog='annotated-transformer', description='Attention Is All You Need, as a translator.')
     except SystemExit as e:
         if not e.code: raise # --help

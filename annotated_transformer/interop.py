@@ -40,6 +40,7 @@ def require(
     for name in ('d_k', 'd_v'):
         if (getattr(c, name) or c.d_model // c.n_heads) * c.n_heads != c.d_model:
             raise ValueError(f'{name}={getattr(c, name)}: {where} divides d_model={c.d_model} among its {c.n_heads} heads')
+    if c.kept_heads: raise ValueError(f'kept_heads: heads were taken out, and in {where} every attention has all of its {c.n_heads}')
 
 # %% ../nbs/40_other_implementations.ipynb #x-torch-parts
 def torch_attention(ours: nn.Module, theirs: nn.Module) -> Iterator[tuple[list[Tensor], Tensor]]:

@@ -2,9 +2,10 @@
 
 # %% auto #0
 __all__ = ['Activation', 'ACTIVATIONS', 'Norm', 'FeedForward', 'Dropout', 'AddNorm', 'EncoderLayer', 'Encoder', 'DecoderLayer',
-           'DecoderCache', 'Decoder']
+           'DecoderCache', 'Decoder', 'NoHeads', 'keep_heads']
 
 # %% ../nbs/03_layers.ipynb #03-91cc05
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from .attention import KeyValueCache, MultiHeadAttention
+from .positions import AlibiPositions
 
 # %% ../nbs/03_layers.ipynb #07-382156
 Activation = Literal['relu', 'swish', 'gelu']
@@ -204,3 +206,43 @@ class Decoder(nn.Module):
         caches = [(None, None)] * len(self.layers) if cache is None else cache.layers
         for layer, own in zip(self.layers, caches): x = layer(x, memory, mask, memory_mask, own)
         return self.norm(x)
+
+# %% ../nbs/03_layers.ipynb #heads-02
+class NoHeads(nn.Module):
+    "What an attention is without any head: the bias of its output, whatever is asked."
+    def __init__(self, bias: Float[Tensor, "d"]):
+        super().__init__()
+        self.bias, self.n_heads = nn.Parameter(bias.detach().clone()), 0
+
+    def forward(
+        self,
+        query: Float[Tensor, "b m d"],
+        key: Float[Tensor, "b n d"],
+        value: Float[Tensor, "b n d"],
+        mask: Bool[Tensor, "#b #h #m t"] | None = None,
+        cache: KeyValueCache | None = None, # keeps count of the positions, since the decoder asks for it
+    ) -> Float[Tensor, "b m d"]:
+        "The arguments of `MultiHeadAttention`."
+        if cache is not None and not (cache.fixed and len(cache)):
+            cache.append(*[key.new_empty(len(key), 0, key.size(1), 0)]*2)
+        return self.bias.expand_as(query)
+
+@torch.no_grad()
+def keep_heads(
+    attention: MultiHeadAttention,
+    heads: Sequence[int], # which ones stay, in this order
+) -> MultiHeadAttention | NoHeads:
+    "An attention that has these heads alone, with weights of its own."
+    if not heads: return NoHeads(attention.output.bias)
+    heads, h = list(heads), attention.n_heads
+    def rows(x): return x.unflatten(0, (h, -1))[heads].flatten(0, 1)
+    d_k, d_v = (f.out_features // h for f in (attention.query, attention.value))
+    positions = attention.positions
+    if isinstance(positions, AlibiPositions):  # the only ones that differ from head to head
+        positions, slopes = AlibiPositions(len(heads)), positions.slopes
+        positions.slopes = slopes[:, heads]
+    few = MultiHeadAttention(attention.output.out_features, len(heads), d_k, d_v, positions).to(attention.output.weight)
+    for own, whole in ((few.query, attention.query), (few.key, attention.key), (few.value, attention.value)):
+        own.weight.copy_(rows(whole.weight)), own.bias.copy_(rows(whole.bias))
+    few.output.weight.copy_(rows(attention.output.weight.T).T), few.output.bias.copy_(attention.output.bias)
+    return few.train(attention.training)

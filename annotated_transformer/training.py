@@ -27,12 +27,11 @@ from .distributed import World
 from .losses import linear_cross_entropy, r_drop_loss
 from .optimizer import learning_rate, make_optimizer, paper_peak, set_rate
 from .scoring import average_weights, perplexity
-from .transformer import Transformer
 from .vocabulary import PAD
 
 # %% ../nbs/16_training.ipynb #08-d3d583
 def batch_loss(
-    model: Transformer,
+    model: nn.Module, # a Transformer, or what has `states` and `output` as it does (page 32)
     batch: Batch,
     label_smoothing: float = 0.0,
     states=None, # what computes the decoder's states: `model.states`, or a compiled one
@@ -90,7 +89,7 @@ class Objective(nn.Module):
     "A model and the loss that its training makes small."
     def __init__(
         self,
-        model: Transformer,
+        model: nn.Module,
         config: TrainConfig = TrainConfig(), # label_smoothing, r_drop, precision, compile
     ):
         super().__init__()
@@ -140,7 +139,7 @@ def train_step(
 # %% ../nbs/16_training.ipynb #24-e563d4
 @torch.no_grad()
 def validate(
-    model: Transformer,
+    model: nn.Module,
     batches: list[Batch],
 ) -> float: # mean negative log-probability of a target token, in nats
     "The loss that is reported: no smoothing, no dropout, every token with the same weight."
@@ -262,7 +261,7 @@ class Run:
     "A training run and its folder: how it starts or goes on, what it keeps, how it ends."
     def __init__(
         self,
-        model: Transformer,
+        model: nn.Module,         # Transformer or Recurrent
         batches: BatchLoader,     # of the training pairs
         val_batches: list[Batch], # of the validation pairs: reported, never trained on
         config: TrainConfig,
@@ -323,7 +322,7 @@ class Run:
         rows, c = self.validations(), self.config
         keep(self.out, 1, [row['step'] for row in rows[-c.average:]] + best_steps(rows, c.monitor, max(c.keep_best, c.average * c.average_best)))
 
-    def finish(self) -> Transformer:
+    def finish(self) -> nn.Module:
         "Validate last weights, best checkpoint and averages (6.1), keep the best of them, and write it."
         if not any(row['step'] == self.at.step for row in self.validations()): self.milestone()
         if self.world.leader:
@@ -352,7 +351,7 @@ class Run:
 # %% ../nbs/16_training.ipynb #49-7db011
 class Trainer(Run):
     "Section 5: train until the first limit, from the folder's last checkpoint if it holds one."
-    def fit(self) -> Transformer: # in evaluation mode
+    def fit(self) -> nn.Module: # in evaluation mode
         "Train until the first limit is reached, then finish. Raises Interrupted, with all saved, on Ctrl-C or SIGTERM."
         at = self.start()
         try:

@@ -6,7 +6,7 @@ __all__ = ['Init', 'TABLE_3', 'PRESETS', 'TransformerConfig', 'Published', 'Embe
 
 # %% ../nbs/04_transformer.ipynb #02-b41da9
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -14,14 +14,44 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from .attention import MultiHeadAttention, causal_mask, padding_mask
-from .layers import Activation, Decoder, DecoderCache, Dropout, Encoder, FeedForward, Norm
+from .layers import Activation, Decoder, DecoderCache, Dropout, Encoder, FeedForward, Norm, keep_heads
 from .positions import (
     AlibiPositions, LearnedPositions, NoPositions, Positions, RotaryPositions, SinusoidalPositions)
 from .vocabulary import PAD
 
-# %% ../nbs/04_transformer.ipynb #06-7d14f4
+# %% ../nbs/04_transformer.ipynb #06-checks
 Init = Literal['glorot', 'scaled']
 
+def _check_settings(c):
+    "Raises ValueError for settings that cannot work, saying what would."
+    for name in 'vocab_size n_layers d_model d_ff n_heads d_k d_v max_len'.split():
+        size = getattr(c, name)
+        if size is None and name in ('d_k', 'd_v'): continue
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f'{name}={size!r} must be a positive whole number')
+    if None in (c.d_k, c.d_v) and c.d_model % c.n_heads:
+        raise ValueError(f'd_model={c.d_model} is not divisible by n_heads={c.n_heads}: '
+                         'choose sizes that divide, or give d_k and d_v')
+    if c.positions == 'sinusoidal' and c.d_model % 2:
+        raise ValueError(f'd_model={c.d_model} is odd: sinusoids come in pairs, choose an even width')
+    if c.positions == 'rotary' and c.head_width % 2:
+        raise ValueError(f'd_k={c.head_width} is odd: rotary positions turn pairs of numbers, choose an even width of heads')
+    if not 0 <= c.dropout < 1: raise ValueError(f'dropout={c.dropout} must be at least 0 and below 1')
+    for name, known in (('norm', Norm), ('positions', Positions), ('init', Init), ('activation', Activation)):
+        if getattr(c, name) not in get_args(known):
+            raise ValueError(f'{name}={getattr(c, name)!r} is unknown: choose {" or ".join(get_args(known))}')
+
+def _check_kept_heads(c):
+    "`kept_heads` without what says nothing, in order. Raises ValueError for attentions and heads that are not there."
+    kept = c.kept_heads or {}
+    if not isinstance(kept, dict): raise ValueError(f'kept_heads={kept!r} must say for some attentions which heads they have')
+    for name, heads in kept.items():
+        if name not in c.attentions: raise ValueError(f'kept_heads: there is no {name}, but {", ".join(c.attentions)}')
+        if not isinstance(heads, (list, tuple)) or [h for h in range(c.n_heads) if h in heads] != sorted(heads):
+            raise ValueError(f'kept_heads of {name} are {heads}: choose different ones from 0 to {c.n_heads - 1}')
+    return {name: sorted(kept[name]) for name in c.attentions if len(kept.get(name, range(c.n_heads))) < c.n_heads} or None
+
+# %% ../nbs/04_transformer.ipynb #06-7d14f4
 @dataclass(frozen=True)
 class TransformerConfig:
     "The settings of a model: one row of Table 3. The defaults are the paper's base model."
@@ -40,29 +70,27 @@ class TransformerConfig:
     init: Init = 'glorot'    # how matrices are drawn; 'scaled' makes what each sublayer adds smaller, the deeper the stack
     activation: Activation = 'relu' # what bends the feed-forward networks' inner layer (3.3)
     output_bias: bool = False # give every word a logit of its own besides, whatever the state; the paper has none
+    kept_heads: dict[str, list[int]] | None = field(default=None, hash=False) # of attentions that lost some; None: all (page 31)
 
     def __post_init__(self):
-        for name in 'vocab_size n_layers d_model d_ff n_heads d_k d_v max_len'.split():
-            size = getattr(self, name)
-            if size is None and name in ('d_k', 'd_v'): continue
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f'{name}={size!r} must be a positive whole number')
-        if None in (self.d_k, self.d_v) and self.d_model % self.n_heads:
-            raise ValueError(f'd_model={self.d_model} is not divisible by n_heads={self.n_heads}: '
-                             'choose sizes that divide, or give d_k and d_v')
-        if self.positions == 'sinusoidal' and self.d_model % 2:
-            raise ValueError(f'd_model={self.d_model} is odd: sinusoids come in pairs, choose an even width')
-        if self.positions == 'rotary' and self.head_width % 2:
-            raise ValueError(f'd_k={self.head_width} is odd: rotary positions turn pairs of numbers, choose an even width of heads')
-        if not 0 <= self.dropout < 1: raise ValueError(f'dropout={self.dropout} must be at least 0 and below 1')
-        for name, known in (('norm', Norm), ('positions', Positions), ('init', Init), ('activation', Activation)):
-            if getattr(self, name) not in get_args(known):
-                raise ValueError(f'{name}={getattr(self, name)!r} is unknown: choose {" or ".join(get_args(known))}')
+        _check_settings(self)
+        object.__setattr__(self, 'kept_heads', _check_kept_heads(self))
 
     @property
     def head_width(self) -> int:
         "Width of one head's queries and keys."
         return self.d_k or self.d_model // self.n_heads
+
+    @property
+    def attentions(self) -> list[str]:
+        "Names of all attentions, as `named_modules` has them."
+        kinds = ('encoder', 'self'), ('decoder', 'self'), ('decoder', 'cross')
+        return [f'{stack}.layers.{i}.{kind}_attention' for stack, kind in kinds for i in range(self.n_layers)]
+
+    def heads(self, attention: str) -> list[int]:
+        "Which heads an attention has: all, unless some were taken out. Raises ValueError for an unknown name."
+        if attention not in self.attentions: raise ValueError(f'there is no {attention}, but {", ".join(self.attentions)}')
+        return list((self.kept_heads or {}).get(attention, range(self.n_heads)))
 
     @classmethod
     def preset(cls, name: str, **changes) -> 'TransformerConfig':
@@ -169,6 +197,7 @@ class Transformer(Embeddings):
         self.encoder = Encoder(c.n_layers, c.d_model, **stack)
         self.decoder = Decoder(c.n_layers, c.d_model, **stack)
         for stack in (self.encoder, self.decoder): initialize(stack, c.init)
+        for name, heads in (c.kept_heads or {}).items(): self.set_submodule(name, keep_heads(self.get_submodule(name), heads))
 
     def encode(
         self,

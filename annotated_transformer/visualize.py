@@ -3,13 +3,16 @@
 # %% auto #0
 __all__ = ['COLOURS', 'DASHES', 'plot_heatmap', 'plot_attention', 'plot_mask', 'plot_attention_grid', 'Explorer', 'explore',
            'plot_lines', 'plot_history', 'LiveHistory', 'plot_seeds', 'claims_table', 'plot_alignment', 'plot_tree',
-           'plot_architecture']
+           'plot_architecture', 'word_of_token', 'word_weights', 'alignment_links', 'strongest_links',
+           'AlignmentScores', 'alignment_scores', 'plot_heads', 'head_habits', 'favourite_offset', 'points_at',
+           'common_offset']
 
 # %% ../nbs/30_attention_maps.ipynb #02-035528
 import functools, json, math, os, secrets, sys, time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,8 +56,8 @@ def plot_heatmap(
     ax=None,                        # matplotlib axes to draw on; new ones by default
     xticks: Sequence | None = None, # a label for every column
     yticks: Sequence | None = None, # a label for every row
-    vmin: float | None = None,      # value of the first colour; the smallest entry by default
-    vmax: float | None = None,      # value of the last colour; the largest entry by default
+    vmin: float | int | None = None, # value of the first colour; the smallest entry by default
+    vmax: float | int | None = None, # value of the last colour; the largest entry by default
     signed: bool = False,           # two-sided colours, with zero in the middle
     colorbar: bool = True,          # the scale beside the picture
 ): # matplotlib Axes
@@ -223,6 +226,7 @@ class _Canvas:
         places = {name: self.alt.value(drawn.pop(name)) for name in ('x', 'x2', 'y', 'y2') if name in drawn}
         return getattr(data, f'mark_{shape}')(**drawn).encode(**places)
 
+# %% ../nbs/30_attention_maps.ipynb #38-2ec745
 _PICKED = 'datum.layer == pick_layer && datum.head == pick_head'
 
 def _table(canvas):
@@ -364,6 +368,19 @@ def _vega(version): # of Vega-Lite, as vl-convert writes it
     import vl_convert
     return vl_convert.javascript_bundle(vl_version=version)
 
+def _write_whole(path, text):
+    "Write a file whole, or leave what was there. Raises FileNotFoundError without the folder, OSError."
+    if not path.parent.is_dir(): raise FileNotFoundError(f'{path.name} cannot be saved: there is no folder {path.parent}')
+    temporary = path.with_name(f'.{secrets.token_hex(8)}.tmp')
+    try:
+        with open(temporary, 'x', encoding='utf-8', errors='replace') as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally: temporary.unlink(missing_ok=True)
+
+# %% ../nbs/30_attention_maps.ipynb #45-1abeeb
 class Explorer:
     "Attention maps to walk about in: a notebook shows them, `save` writes a page that needs nothing but a browser."
     def __init__(
@@ -388,15 +405,7 @@ class Explorer:
     def save(self, path: str | Path) -> Path:
         "Write the page whole, or leave what was there. Raises FileNotFoundError without the folder, OSError."
         path = Path(os.path.realpath(path))
-        if not path.parent.is_dir(): raise FileNotFoundError(f'{path.name} cannot be saved: there is no folder {path.parent}')
-        temporary = path.with_name(f'.{secrets.token_hex(8)}.tmp')
-        try:
-            with open(temporary, 'x', encoding='utf-8', errors='replace') as file:
-                file.write(self.html())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally: temporary.unlink(missing_ok=True)
+        _write_whole(path, self.html())
         return path
 
     def _repr_html_(self):
@@ -431,6 +440,7 @@ def _drawing(heads, words, kind, layer, head, threshold):
         description='Attention weights of one sentence pair: lines between its tokens, and the same as a map')
     return {**chart.to_dict(), 'datasets': dict(heads=heads, words=words)}
 
+# %% ../nbs/30_attention_maps.ipynb #47-d17f40
 def explore(
     maps, # tokens `src`, `tgt` and any of `encoder`, `decoder`, `cross`, each (layers, heads, queries, keys), as
           # attributes or items; or, with a `text`, what has a method `attention(text, translation)`: a translator
@@ -544,6 +554,10 @@ def claims_table(
     return '\n'.join(['| claim | left, mean | right, mean | shown by every seed? |', '|:--|--:|--:|:--|', *(row(*claim) for claim in claims)])
 
 # %% ../nbs/30_attention_maps.ipynb #37-2067a2
+def _positions(one_or_more):
+    "A position by itself, or several in order."
+    return sorted(one_or_more) if isinstance(one_or_more, Iterable) else [one_or_more]
+
 def plot_alignment(
     src_words: Sequence,      # words of the source sentence
     tgt_words: Sequence,      # words of the target sentence
@@ -558,8 +572,7 @@ def plot_alignment(
     (xs, s_width), (ys, t_width) = spread(src_words), spread(tgt_words)
     width = max(s_width, t_width, 8)
     xs, ys = [x + (width - s_width)/2 for x in xs], [y + (width - t_width)/2 for y in ys]
-    positions = lambda p: [p] if isinstance(p, int) else sorted(p)
-    lines = [(i, s, t) for i, (src, tgt) in enumerate(alignment) for s in positions(src) for t in positions(tgt)]
+    lines = [(i, s, t) for i, (src, tgt) in enumerate(alignment) for s in _positions(src) for t in _positions(tgt)]
     for i, s, t in lines:
         if not (0 <= s < len(xs) and 0 <= t < len(ys)):
             raise ValueError(f'link {s}-{t} leaves the sentences of {len(xs)} and {len(ys)} words')
@@ -712,3 +725,160 @@ def plot_architecture(
     ax.set(title=f'The Transformer, {norm}-norm, read upwards', xlim=(-0.6, 10.4), ylim=(-0.3, y + 0.8))
     ax.set_aspect('equal'); ax.axis('off')
     return ax
+
+# %% ../nbs/30_attention_maps.ipynb #84-05f1f9
+def word_of_token(
+    tokens: Sequence[str], # pieces as a tokenizer has them, without special tokens
+    words: Sequence[str],  # the words that they spell, one after the other
+    marks: str = '▁￭',     # what a tokenizer writes at the ends of pieces, and is part of no word
+) -> list[int]: # the number of each token's word
+    "Which word each token is a piece of. Raises ValueError unless the tokens spell the words, no token more than one."
+    pieces = [token.strip(marks) for token in tokens]
+    if ''.join(pieces) != ''.join(words):
+        raise ValueError(f'the tokens spell {"".join(pieces)!r}, the words {"".join(words)!r}')
+    ends, numbers, at = np.cumsum([len(word) for word in words]), [], 0
+    for token, piece in zip(tokens, pieces):
+        numbers.append(min(int(np.searchsorted(ends, at, 'right')), len(words) - 1))   # a lone mark goes with what follows
+        at += len(piece)
+        if at > ends[numbers[-1]]: raise ValueError(f'token {token!r} is more than a piece of the word {words[numbers[-1]]!r}')
+    return numbers
+
+def _members(numbers, n_tokens, what):
+    "(words, tokens): 1 where a token belongs to a word. Raises ValueError."
+    numbers = np.array(numbers, dtype=int)
+    if len(numbers) != n_tokens: raise ValueError(f'{len(numbers)} numbers of words for {n_tokens} {what}')
+    members = (np.arange(numbers.max(initial=-1) + 1)[:, None] == numbers).astype(float)
+    if not (has := members.any(1)).all(): raise ValueError(f'word {int(has.argmin())} has no token among the {what}')
+    return members
+
+def word_weights(
+    weights,                # (..., queries, keys): maps from token to token
+    queries: Sequence[int], # for each query the number of its word, from 0 on without a gap; -1 if it belongs to none
+    keys: Sequence[int],    # the same for each key
+): # array (..., words that look, words looked at)
+    "Maps from word to word: the mean over a word's queries of the sum over a word's keys. Raises ValueError."
+    weights = _array(weights)
+    if weights.ndim < 2: raise ValueError(f'weights have shape {weights.shape}, not (..., queries, keys)')
+    looking, seen = _members(queries, weights.shape[-2], 'queries'), _members(keys, weights.shape[-1], 'keys')
+    return looking/looking.sum(1, keepdims=True) @ weights @ seen.T
+
+# %% ../nbs/30_attention_maps.ipynb #90-92f3f7
+def alignment_links(
+    alignment: Iterable, # pairs (source positions, target positions), each a set, list or one number
+) -> set[tuple[int, int]]: # (source position, target position)
+    "Every link of an alignment by itself."
+    return {(s, t) for src, tgt in alignment for s in _positions(src) for t in _positions(tgt)}
+
+def strongest_links(
+    weights, # (target words, source words): one map
+) -> set[tuple[int, int]]: # (source position, target position)
+    "Each target word linked to the source word it looks at most; none if no weight is above 0. Raises ValueError unless it is one map."
+    weights = _array(weights)
+    if weights.ndim != 2: raise ValueError(f'weights have shape {weights.shape}, not (target words, source words): choose a head')
+    return {(int(s), t) for t, s in enumerate(weights.argmax(-1)) if weights[t, s] > 0}
+
+class AlignmentScores(NamedTuple):
+    "How far links that were found agree with the true ones."
+    precision: float # share of the links found that are right; 1 if there are none
+    recall: float    # share of the sure links that were found; 1 if there are none
+    aer: float       # alignment error rate: 0 is best
+
+def alignment_scores(
+    found: Sequence[set], # links (source position, target position) of each sentence
+    sure: Sequence[set],  # those that must be found
+    possible: Sequence[set] | None = None, # those that may be found, the sure ones among them; these alone unless given
+) -> AlignmentScores:
+    "Och and Ney (2003), all sentences counted together. Raises ValueError if sentences are missing or a sure link is not possible."
+    possible = sure if possible is None else possible
+    if not len(found) == len(sure) == len(possible):
+        raise ValueError(f'links of {len(found)} sentences cannot be compared with those of {len(sure)} and {len(possible)}')
+    if any(set(s) - set(p) for s, p in zip(sure, possible)): raise ValueError('a sure link is not among the possible ones')
+    n_found, n_sure = sum(map(len, found)), sum(map(len, sure))
+    hit_sure, hit = (sum(len(set(a) & set(b)) for a, b in zip(found, truth)) for truth in (sure, possible))
+    return AlignmentScores(hit/n_found if n_found else 1., hit_sure/n_sure if n_sure else 1.,
+                           1 - (hit_sure + hit)/(n_found + n_sure) if n_found + n_sure else 0.)
+
+# %% ../nbs/30_attention_maps.ipynb #100-a3b2da
+def plot_heads(
+    values,                        # (layers, heads): one figure of every head
+    title: str,                    # what the picture shows
+    heads: Sequence | None = None, # a label for each column; their numbers by default
+    ax=None,                       # matplotlib axes to draw on; new ones by default
+    vmin: float | int | None = None, # value of the first colour; the smallest entry by default
+    vmax: float | int | None = None, # value of the last colour; the largest entry by default
+    digits: int = 2,               # behind the point
+): # matplotlib Axes
+    "A figure of every head, in colour and in digits. Raises ValueError unless it is a matrix."
+    values = _array(values)
+    n_layers, n_heads = values.shape if values.ndim == 2 else (0, 0)
+    ax = plot_heatmap(values, title, 'head', 'layer', ax, range(n_heads) if heads is None else heads, range(n_layers),
+                      vmin, vmax, colorbar=False)
+    image = ax.images[-1]
+    for (layer, head), value in np.ndenumerate(values):
+        red, green, blue, _ = image.cmap(image.norm(value))
+        ax.text(head, layer, f'{value:.{digits}f}', ha='center', va='center', fontsize=9,
+                color='black' if 0.3*red + 0.6*green + 0.1*blue > 0.5 else 'white')
+    return ax
+
+# %% ../nbs/30_attention_maps.ipynb #110-7fe400
+def _habits(weights):
+    "Names and figures (layers, heads, queries) of one sentence's maps."
+    queries, keys = np.ogrid[:weights.shape[-2], :weights.shape[-1]]
+    yield 'entropy', -(weights*np.log(np.maximum(weights, 1e-12))).sum(-1)
+    yield 'distance', (weights*abs(keys - queries)).sum(-1)
+    for name, offset in (('own', 0), ('previous', -1), ('next', 1)): yield name, np.diagonal(weights, offset, -2, -1)
+    yield from (('first', weights[..., 0]), ('last', weights[..., -1]))
+
+def _four_axes(maps):
+    "Each sentence's maps as an array. Raises ValueError unless they are (layers, heads, queries, keys)."
+    for sentence in map(_array, maps):
+        if sentence.ndim != 4: raise ValueError(f'maps have shape {sentence.shape}, not (layers, heads, queries, keys): one array to a sentence')
+        yield sentence
+
+def head_habits(
+    maps: Iterable, # of each sentence (layers, heads, queries, keys), without padding
+) -> dict: # {figure: array (layers, heads)}
+    "Entropy in nats, mean distance, and shares of the weight by position: means over the queries of all sentences. Raises ValueError."
+    sums, counts = {}, {}
+    for sentence in _four_axes(maps):
+        for name, figures in _habits(sentence):
+            sums[name] = sums.get(name, 0) + figures.sum(-1)
+            counts[name] = counts.get(name, 0) + figures.shape[-1]
+    return {name: total/max(1, counts[name]) for name, total in sums.items()}
+
+# %% ../nbs/30_attention_maps.ipynb #116-4856bc
+def favourite_offset(
+    maps: Iterable, # of each sentence (layers, heads, queries, keys), without padding
+) -> tuple: # arrays (layers, heads): the offset, key less query; its share of the queries that have a key there
+    "How far from itself a query's largest weight lies most often, for each head. Raises ValueError."
+    sentences = list(_four_axes(maps))
+    offsets = np.concatenate([w.argmax(-1) - np.arange(w.shape[-2]) for w in sentences], -1)
+    exists = [(-np.arange(w.shape[-2]), w.shape[-1] - 1 - np.arange(w.shape[-2])) for w in sentences]   # least and largest
+    least, largest = (np.concatenate(ends) for ends in zip(*exists))
+    favourite = np.zeros(offsets.shape[:2], int)
+    for place in np.ndindex(favourite.shape):
+        values, counts = np.unique(offsets[place], return_counts=True)
+        favourite[place] = values[counts.argmax()]
+    offset = favourite[..., None]
+    return favourite, (offsets == offset).sum(-1)/((least <= offset) & (offset <= largest)).sum(-1)
+
+# %% ../nbs/30_attention_maps.ipynb #119-579055
+def points_at(
+    maps: Sequence,  # of each sentence (layers, heads, queries, keys), without padding
+    pairs: Sequence, # of each sentence pairs (query, the key it should look at, or a set or list of such)
+): # array (layers, heads)
+    "How often a query's largest weight lies where it should. Raises ValueError if there is nothing to look for."
+    if len(maps) != len(pairs): raise ValueError(f'{len(maps)} sentences have maps, {len(pairs)} have pairs')
+    hits = [np.isin(w[:, :, query].argmax(-1), _positions(keys))
+            for w, wanted in zip(_four_axes(maps), pairs) for query, keys in wanted]
+    if not hits: raise ValueError('no sentence has a pair to look for')
+    return np.mean(hits, 0)
+
+def common_offset(
+    pairs: Iterable, # of each sentence pairs (query, the one key it should look at)
+) -> tuple[int, float]: # key less query; its share of all pairs
+    "The distance that is right most often, which a head must beat that claims to know more. Raises ValueError if there are no pairs."
+    offsets = [key - query for wanted in pairs for query, key in wanted]
+    if not offsets: raise ValueError('no sentence has a pair to look for')
+    best = max(dict.fromkeys(offsets), key=offsets.count)
+    return int(best), offsets.count(best)/len(offsets)

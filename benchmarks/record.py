@@ -4,12 +4,12 @@
     python benchmarks/record.py runs/m30k multi30k-en-de-tiny-30min --split test_2016_flickr --command 'annotated-transformer train …'
 """
 import argparse, hashlib, json, os, platform, time
-from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.recipe import evaluate
+from annotated_transformer.scoring import report
 from annotated_transformer.training import timed_log
 from annotated_transformer.transformer import count_parameters
 from annotated_transformer.translator import Translator
@@ -39,8 +39,9 @@ def main():
     details = {}
     for split in ['val', *args.split]:
         began = time.monotonic()
-        scores, _ = evaluate(translator, corpus[split], progress_bar=True)
-        details[split] = asdict(scores) | dict(seconds=round(time.monotonic() - began, 2))
+        scores, translations = evaluate(translator, corpus[split], progress_bar=True)
+        seconds = round(time.monotonic() - began, 2)
+        details[split] = report(translations, [tgt for _, tgt in corpus[split]], corpus.langs[1]) | dict(seconds=seconds)
         metrics |= {f'{split}_bleu': round(scores.bleu, 2), f'{split}_chrf': round(scores.chrf, 2)}
         print(f'{split}: {scores}')
     record = dict(name=args.name, command=args.command, seed=made['run']['training']['seed'], machine=machine(),

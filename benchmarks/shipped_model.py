@@ -3,15 +3,19 @@
 
     python benchmarks/shipped_model.py                 # about three minutes on two cores; into annotated_transformer/data/toy-ende
     python benchmarks/shipped_model.py --out /tmp/again # the same elsewhere, to compare
+
+The record is the folder's own training.json, and results/shipped-model.log.jsonl beside it: the losses that the same command gives again.
 """
-import argparse, shlex, sys, tempfile
+import argparse, json, shlex, sys, tempfile
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
+from annotated_transformer.checkpoints import read_log
 from annotated_transformer.corpora import load_corpus
 from annotated_transformer.recipe import default_run, evaluate, train_translator
-from record import machine
+from annotated_transformer.vocabulary import write_whole
+from record import RESULTS, machine
 
 SHIPPED = Path(__file__).parents[1] / 'annotated_transformer/data/toy-ende'
 
@@ -19,12 +23,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', type=Path, default=SHIPPED, help='the model folder')
     args, run = parser.parse_args(), default_run()
-    with tempfile.TemporaryDirectory() as folder: translator = train_translator(run, Path(folder) / 'run')
+    with tempfile.TemporaryDirectory() as folder:
+        translator, log = train_translator(run, Path(folder) / 'run'), read_log(Path(folder) / 'run/log.jsonl')
     corpus, splits = load_corpus(run.corpus), ('test', 'test_long', 'test_combinations')
     scores = {split: evaluate(translator, corpus[split])[0] for split in splits}
     translator.training |= {split: asdict(found) for split, found in scores.items()} | dict(
         command=shlex.join(['python', 'benchmarks/shipped_model.py', *sys.argv[1:]]), machine=machine(), date=str(date.today()))
     translator.save(args.out)
+    if args.out == SHIPPED: write_whole(RESULTS / 'shipped-model.log.jsonl', ''.join(json.dumps(row) + '\n' for row in log))
     for split, found in scores.items(): print(f'{split}: {found}')
 
 if __name__ == '__main__': main()

@@ -120,3 +120,9 @@ def test_the_command_is_there(installed, elsewhere):
     command = shutil.which('annotated-transformer', path=str(installed[0].parent))
     said = call(command, '--help', cwd=elsewhere)
     assert all(name in said for name in ('train', 'translate', 'evaluate', 'demo'))
+
+
+def test_it_answers_right_after_installation(installed, elsewhere):
+    "No training, no network, no folder: the toy model is in the wheel."
+    command = shutil.which('annotated-transformer', path=str(installed[0].parent))
+    assert call(command, 'translate', 'the small dog sleeps because it is tired', cwd=elsewhere) == 'der kleine Hund schläft, weil er müde ist.\n'

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest, torch
 
 from annotated_transformer.checkpoints import load_model, read_log
-from annotated_transformer.corpora import CorpusConfig
-from annotated_transformer.recipe import RunConfig, settings, train_translator
+from annotated_transformer.corpora import CorpusConfig, load_corpus
+from annotated_transformer.recipe import RunConfig, claim, default_run, differences, evaluate, settings, train_translator, with_defaults
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.training import TrainConfig
 from annotated_transformer.transformer import TransformerConfig
-from annotated_transformer.translator import Translator
+from annotated_transformer.translator import SHIPPED, Translator
 
 MODEL = TransformerConfig(300, n_layers=1, d_model=16, d_ff=32, n_heads=2, max_len=64)
 TRAINING = TrainConfig(max_tokens=512, warmup=10, peak_rate=4e-3, max_steps=20, save_every=10, log_every=5)
@@ -88,6 +88,18 @@ def test_vectors_are_where_the_run_starts_and_frozen_when_asked(table, tmp_path)
 def test_settings_that_do_not_go_together(table, changes, said):
     with pytest.raises(ValueError, match=said): run(table, **changes)
 
+def test_a_setting_that_came_later_does_not_bar_the_way(table, tmp_path, monkeypatch):
+    "A run that an earlier version began goes on, when what has been added since is at its default."
+    config = run(table)
+    claim(tmp_path/'run', config)
+    held = json.loads((tmp_path/'run/run.json').read_text())
+    for part, name in (('model', 'activation'), ('training', 'ema'), ('corpus', 'unique')): del held[part][name]
+    del held['bpe_dropout']
+    (tmp_path/'run/run.json').write_text(json.dumps(held))
+    claim(tmp_path/'run', config)
+    with pytest.raises(ValueError, match='bpe_dropout is 0.0 there and 0.1 here'): claim(tmp_path/'run', replace(config, bpe_dropout=0.1))
+
+
 def test_early_stopping_on_bleu(table, tmp_path):
     config = run(table, monitor='val_bleu', patience=1, save_every=2, max_steps=100, peak_rate=1e-9, val_sentences=5)
     translator = train(config, tmp_path / 'run')
@@ -98,3 +110,33 @@ def test_a_run_is_its_settings(table, tmp_path):
     train(config, tmp_path / 'run')
     assert json.loads((tmp_path / 'run/run.json').read_text()) == settings(config)
     assert Translator.load(tmp_path / 'run').training['progress']['step'] == 20
+
+
+# --- the model that comes with the package
+
+RECORD = Path(__file__).parents[1]/'benchmarks/results/shipped-model.log.jsonl'
+
+def losses(folder_log): return {row['step']: row['loss'] for row in folder_log if 'loss' in row}
+
+def test_the_shipped_model_says_what_made_it():
+    made = Translator.load().training
+    assert differences(with_defaults(made['run']), with_defaults(settings(default_run()))) == []
+    assert made['command'] == 'python benchmarks/shipped_model.py' and made['machine'] and made['date']
+    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) < 6e6 and made['test']['bleu'] > 95
+    assert made['run']['corpus']['corpus'] == 'toy-ende'                       # our own data: nobody else's terms
+
+def test_its_score_is_its_own():
+    translator, pairs = Translator.load(), load_corpus(CorpusConfig())['test']
+    assert evaluate(translator, pairs)[0].bleu == pytest.approx(translator.training['test']['bleu'], abs=0.1)
+
+def test_its_command_goes_the_same_way_again(tmp_path):
+    "The first steps of a new run lose what the record's did, as far as another number of threads allows."
+    run = default_run()
+    train(replace(run, training=replace(run.training, max_steps=60, save_every=60)), tmp_path/'run')
+    again, before = losses(read_log(tmp_path/'run/log.jsonl')), losses(read_log(RECORD))
+    assert again.keys() == {20, 40, 60} and again == pytest.approx({step: before[step] for step in again}, rel=1e-3)
+
+@pytest.mark.full
+def test_retraining_reaches_it(tmp_path):
+    translator = train(default_run(), tmp_path/'run')
+    assert evaluate(translator, load_corpus(CorpusConfig())['test'])[0].bleu > Translator.load().training['test']['bleu'] - 1

@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""What the Transformer replaced, beside it: LSTMs with attention, with as many parameters, on the same batches. Page 32 plots the record.
+
+    python benchmarks/recurrent.py                          # toy EN-DE: rates, training, decoding; about 20 minutes of one core
+    python benchmarks/recurrent.py --corpus multi30k --data-dir ../shared/data/multi30k --minutes 8
+    python benchmarks/recurrent.py --minutes 0.1 --sweep-steps 20 --sentences 20 --out /tmp/recurrent.json
+
+Each model's clock counts the processor time of its own updates, with one thread: validation and decoding are not on it. The models
+learn in turns, `--slice` seconds each, so that a machine that slows down is slow for all. The highest learning rate of each family is the
+best of some, by the loss on `val` of toy EN-DE after `--sweep-steps` updates; Multi30k takes it from the record. A corpus' figures join
+those that the record holds, after every round. Ctrl-C ends the training after the round that runs, and what has been learned is scored.
+Rates that the record holds are not tried again.
+"""
+import argparse, json, re, shlex, sys, time
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm, trange
+
+from annotated_transformer.batches import BatchLoader, encode_pairs
+from annotated_transformer.checkpoints import build
+from annotated_transformer.corpora import CorpusConfig, load_corpus
+from annotated_transformer.optimizer import learning_rate, make_optimizer
+from annotated_transformer.recipe import default_run, versions
+from annotated_transformer.recurrent import RecurrentConfig
+from annotated_transformer.scoring import brief, score, score_by_length
+from annotated_transformer.training import Objective, noting_signals, seed_step, train_step, validate
+from annotated_transformer.transformer import count_parameters
+from annotated_transformer.translator import Translator
+from annotated_transformer.vocabulary import train_tokenizer, write_whole
+from record import RESULTS, machine
+
+SEED, WARMUP = 1, 100
+RATES = {'Transformer': (2e-3, 4e-3, 8e-3), 'LSTM': (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)} # tried as the highest, by family
+TESTS = {'toy-ende': ('test', 'test_long'), 'multi30k': ('test_2016_flickr',)}
+EDGES = {'toy-ende': (6, 9, 12, 16, 20, 24), 'multi30k': (7, 10, 13, 16, 20)} # words of the longest reference in each group but the last
+
+
+class Task:
+    "A corpus as ids, and the settings of three models with as many parameters."
+    def __init__(self, name, data_dir):
+        config = CorpusConfig(name, pair='en-de', data_dir=data_dir)
+        run = default_run(config)
+        self.corpus = load_corpus(config)
+        self.tokenizer = train_tokenizer('bpe', self.corpus['train'], self.corpus.langs, run.model.vocab_size)
+        self.training = replace(run.training, warmup=WARMUP, seed=SEED)
+        transformer = replace(run.model, vocab_size=len(self.tokenizer))
+        self.models = {'Transformer': transformer} | {
+            f'LSTM, {attention}': self.equal(transformer, attention) for attention in ('additive', 'dot')}
+        self.train, val = (encode_pairs(self.corpus[s], self.tokenizer, self.corpus.langs, transformer.max_len) for s in ('train', 'val'))
+        self.val = list(BatchLoader(val, 4000, shuffle=False).epoch(0))
+
+    def equal(self, transformer, attention):
+        "A recurrent model, the even width of which makes its parameters as many as they can be made."
+        wanted, c = count_parameters(build(transformer)), transformer
+        configs = [RecurrentConfig(c.vocab_size, 2, d, attention, c.dropout, c.max_len) for d in range(c.d_model, 2*c.d_model, 2)]
+        return min(configs, key=lambda config: abs(count_parameters(build(config)) - wanted))
+
+
+class Learner:
+    "One model in training."
+    def __init__(self, task, config, rate):
+        torch.manual_seed(SEED)
+        self.task, self.rate, self.model, self.step, self.tokens, self.seconds = task, rate, build(config), 0, 0, 0.
+        self.optimizer, self.objective = make_optimizer(self.model), Objective(self.model, task.training)
+        self.loader = BatchLoader(task.train, task.training.max_tokens, SEED)
+        self.batches, self.curve = self.all_batches(), []
+
+    def all_batches(self):
+        epoch = 0
+        while True:
+            yield from self.loader.epoch(epoch)
+            epoch += 1
+
+    def update(self):
+        "One more batch."
+        c, batch, began = self.task.training, next(self.batches), time.process_time()
+        seed_step(SEED, self.step + 1)
+        train_step(self.objective, [batch], self.optimizer, learning_rate(self.step + 1, self.rate, c.warmup), c.clip_norm)
+        self.step, self.tokens, self.seconds = self.step + 1, self.tokens + batch.n_tokens, self.seconds + time.process_time() - began
+
+    def learn(self, until):
+        "Until the clock shows so many seconds; then validate."
+        self.model.train()
+        while self.seconds < until: self.update()
+        return self.note()
+
+    def note(self):
+        loss = validate(self.model, self.task.val)
+        self.curve.append(dict(step=self.step, epochs=round(self.step / len(self.loader), 3), tokens=self.tokens,
+                               seconds=round(self.seconds, 2), val_loss=round(loss, 4)))
+        return loss
+
+
+def family(name): return name.split(',')[0]
+
+def sweep(task, steps, out):
+    "Join to the record {family: {rate: val loss}}, for rates that it has not; the additive LSTM stands for both."
+    found = join(out).get('sweep', {}).get('val_loss', {})
+    for name in ('Transformer', 'LSTM, additive'):
+        losses = found.setdefault(family(name), {})
+        for rate in RATES[family(name)]:
+            if f'{rate:g}' in losses: continue
+            learner = Learner(task, task.models[name], rate)
+            for _ in trange(steps, desc=f'{family(name)}, {rate:g}'): learner.update()
+            losses[f'{rate:g}'] = round(validate(learner.model, task.val), 4)
+            join(out, sweep=dict(steps=steps, val_loss=found))
+
+def decode(task, learner, sentences):
+    "Scores, also by length; what decoding took; and where the decoder looked in one sentence."
+    translator, took = Translator(learner.model.eval(), task.tokenizer), {}
+    pairs = [pair for split in TESTS[task.corpus.name] for pair in task.corpus[split][:sentences]]
+    texts, references = map(list, zip(*pairs))
+    for how, beam in dict(greedy=1, beam=4).items():
+        began = time.process_time()
+        translations = translator.translate(texts, beam_size=beam)
+        seconds = time.process_time() - began
+        took[how] = dict(bleu=round(score(translations, references).bleu, 2), seconds=round(seconds, 2), sentences_per_second=round(len(texts)/seconds, 2))
+    src, tgt = max(task.corpus[TESTS[task.corpus.name][0]][:20], key=lambda pair: len(pair[0]))
+    seen = translator.attention(src, tgt)
+    looked = dict(src=seen.src, tgt=seen.tgt, cross=[[[round(w, 3) for w in row] for row in layer] for layer in seen.cross.mean(1).tolist()])
+    return dict(**took, looked=looked, by_length=brief(score_by_length(translations, references, EDGES[task.corpus.name])))
+
+def figures(task, learners, rates, decoded):
+    "What the record says of each model."
+    return {name: dict(settings=asdict(task.models[name]), parameters=count_parameters(of.model), peak_rate=rates[family(name)], curve=of.curve,
+                       tokens_per_second=round(of.tokens / of.seconds, 1), **decoded.get(name, {})) for name, of in learners.items()}
+
+def join(path, **parts):
+    "The record with these parts joined to it, as it lies there now."
+    record = json.loads(path.read_text('utf-8')) if path.is_file() else dict(name='recurrent')
+    record |= parts
+    text = re.sub(r'\[[\s\d.,]+\]', lambda rows: ' '.join(rows[0].split()), json.dumps(record, indent=1)) # a row of numbers is a line
+    if parts: write_whole(path, text + '\n')
+    return record
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--corpus', choices=list(TESTS), default='toy-ende')
+    parser.add_argument('--data-dir', type=Path, help='where Multi30k lies')
+    parser.add_argument('--minutes', type=float, default=3., help='of training for each model (3)')
+    parser.add_argument('--slice', type=float, default=20., help='seconds that one model learns before it is the next one\'s turn (20)')
+    parser.add_argument('--sweep-steps', type=int, default=200, help='updates for each learning rate that is tried (200)')
+    parser.add_argument('--sentences', type=int, help='of each test split to translate; all unless given')
+    parser.add_argument('--out', type=Path, default=RESULTS / 'recurrent.json', help='the record (results/recurrent.json)')
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    task, decoded = Task(args.corpus, args.data_dir), {}
+    if args.corpus == 'toy-ende': sweep(task, args.sweep_steps, args.out)
+    if 'sweep' not in (record := join(args.out)): parser.error('the rates are found on toy EN-DE: run that first')
+    rates = {name: float(min(losses, key=losses.get)) for name, losses in record['sweep']['val_loss'].items()}
+    learners = {name: Learner(task, config, rates[family(name)]) for name, config in task.models.items()}
+    about = dict(command=shlex.join(['python', 'benchmarks/recurrent.py', *sys.argv[1:]]), seed=SEED, machine=machine(), date=str(date.today()),
+                 versions=versions(), tests=TESTS[args.corpus],
+                 training={name: getattr(task.training, name) for name in ('max_tokens', 'warmup', 'label_smoothing', 'clip_norm')})
+    def write(): join(args.out, **{args.corpus: dict(about, models=figures(task, learners, rates, decoded))})
+    with noting_signals() as noted:
+        for i in tqdm(range(1, 1 + max(1, round(60*args.minutes / args.slice))), desc=args.corpus, unit='round'):
+            if noted: break
+            losses = {name: learner.learn(i * args.slice) for name, learner in learners.items()}
+            write()
+            tqdm.write(f'{i * args.slice:6.0f} s  ' + '  '.join(f'{name} {loss:.3f}' for name, loss in losses.items()))
+    for name, learner in learners.items():
+        decoded[name] = decode(task, learner, args.sentences)
+        write()
+        print(f'{name:16}', {k: v for k, v in decoded[name].items() if k in ('greedy', 'beam')})
+
+if __name__ == '__main__': main()
