@@ -232,6 +232,7 @@ def _future(p):
         far = max(far, apart(base[:, :j], p.logits(src, p.changed(tgt, slice(j, None), p.v))[:, :j]))
     return p.same(far, f'exchanged from each of {p.m - 1} places on')
 
+# %% ../nbs/33_finding_bugs.ipynb #9ed866bd
 @question('prefix', 'a target cut short gives the same')
 def _prefix(p):
     src, tgt = p.pair()
@@ -378,6 +379,7 @@ def leaves(
 
 KEY_BIAS = re.compile(r'(^|[._])k(ey)?(_?(proj|lin(ear)?|layer))?\.bias$')  # softmax takes no notice of it: its gradient is 0 by nature
 
+# %% ../nbs/33_finding_bugs.ipynb #02a231a6
 @question('gradients', 'they reach every parameter')
 def _gradients(p):
     (src, tgt), model = p.pair(4), p.copy()
@@ -997,6 +999,7 @@ def check_vocabulary(
         'training': ('every word occurs in training', lambda: (not foreign, f'{len(foreign)} of {len(words)} do not' + f': {", ".join(foreign[:3])}'*bool(foreign))),
         'once': ('every word has one id', lambda: (not twice, f'{twice} words come again'))})
 
+# %% ../nbs/33_finding_bugs.ipynb #67729d9e
 def check_averaging(
     average: Callable, # a list of state dicts to their mean
     states: Sequence[Mapping[str, Tensor]] | None = None, # to try it with; made up unless given

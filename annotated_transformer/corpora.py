@@ -253,6 +253,7 @@ def get(
     if total and len(data) < total: raise OSError(f'only {len(data)} of {total} bytes came')
     return data
 
+# %% ../nbs/11_corpora.ipynb #10d98ff1
 def download(
     name: str,               # the file
     path: Path,              # where it goes

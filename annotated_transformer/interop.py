@@ -199,6 +199,7 @@ def special_rows(folder: Path, c: dict, vocabulary: list[str]) -> list[int | Non
             raise ValueError(f'{folder}/config.json: the special token {i!r} is none of {len(vocabulary)} ids, or is two of them')
     return rows
 
+# %% ../nbs/40_other_implementations.ipynb #af8a4888
 def marian_tokenizer(
     folder: Path,
     c: dict, # from `marian_config`
@@ -260,6 +261,7 @@ def pick_rows(table: Tensor, rows: list[int | None]) -> Tensor:
     index = torch.tensor([-1 if row is None else row for row in rows])
     return table[index].masked_fill((index < 0).view(-1, *[1] * (table.dim() - 1)), 0)
 
+# %% ../nbs/40_other_implementations.ipynb #a4c3cb7d
 def marian_model(
     path: Path, # the file of the weights, for what has to be said of them
     weights: dict[str, Tensor],
@@ -292,6 +294,7 @@ def marian_model(
         with torch.no_grad(): last.weight.mul_(scale), last.bias.mul_(scale)
     return model.eval()
 
+# %% ../nbs/40_other_implementations.ipynb #131a934f
 def reorder(name: str, weight: Tensor, order: Int[Tensor, "d_model"]) -> Tensor:
     "A parameter of ours with its features in another order."
     axis = feature_axis(name)
@@ -369,6 +372,7 @@ def marian_state(model: Transformer) -> dict[str, Tensor]:
     state = {'model.shared.weight' if tied and name in MARIAN_ENDS else marian_name(name): w for name, w in own.items()}
     return state | {'final_logits_bias': bias[None]}
 
+# %% ../nbs/40_other_implementations.ipynb #6f98a914
 def export_marian(
     folder: str | Path, # a model folder of ours; post-norm, sinusoids
     out: str | Path,    # must not exist yet

@@ -85,6 +85,7 @@ class EncodedPairs(Sequence):
         "Source and target positions of all pairs, special tokens included."
         return tuple(self.lengths.sum(0, dtype=np.int64).tolist())
 
+# %% ../nbs/18_large_corpora.ipynb #3172e528
 def read_manifest(folder: Path) -> dict:
     "What a folder was made of. Raises ValueError that names a file that is missing or of another size."
     folder = Path(folder)
@@ -202,6 +203,7 @@ def open_pairs(
         warnings.warn(f'{cut} of {len(pairs)} sentence pairs are longer than {max_len} positions: they are cut', stacklevel=2)
     return pairs
 
+# %% ../nbs/18_large_corpora.ipynb #0311f7c0
 def len_cores() -> int:
     "Cores that this process may use."
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
