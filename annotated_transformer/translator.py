@@ -114,9 +114,14 @@ def attention_maps(
     "The weights of every layer and head; a model without self-attention has a method that says what it has."
     if hasattr(model, 'attention_maps'): return model.attention_maps(src, tgt)
     with record_attention(model) as seen: model(src, tgt)
-    def maps(side, kind):
-        return torch.stack([w[0][0] for name, w in seen.items() if name.startswith(side) and name.endswith(kind)])
-    return maps('encoder', 'self_attention'), maps('decoder', 'self_attention'), maps('decoder', 'cross_attention')
+    c = model.config
+    def maps(side, kind, queries, keys): # a head that was taken out (page 31) looks nowhere
+        names = [name for name in c.attentions if name.startswith(side) and name.endswith(kind)]
+        found = torch.zeros(len(names), c.n_heads, queries.size(1), keys.size(1), device=src.device)
+        for i, name in enumerate(names):
+            if name in seen: found[i, c.heads(name)] = seen[name][0][0].float()
+        return found
+    return maps('encoder', 'self_attention', src, src), maps('decoder', 'self_attention', tgt, tgt), maps('decoder', 'cross_attention', tgt, src)
 
 # %% ../nbs/23_translator.ipynb #13-61e1fd
 FILES = 'config.json', 'model.safetensors', 'tokenizer.json', 'training.json' # what a model's folder holds
