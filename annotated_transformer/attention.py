@@ -40,12 +40,13 @@ def attention(
     bias: Float[Tensor, "*#b #m n"] | None = None, # added to the scores: what is known of two places beforehand
 ) -> tuple[Float[Tensor, "*b m d_v"], Float[Tensor, "*b m n"]]: # outputs and weights
     "Scaled dot-product attention (equation 1); a query that may look nowhere gets zeros."
-    scores = query @ key.mT / math.sqrt(query.size(-1))  # (*b, m, n)
-    if bias is not None: scores = scores + bias
-    if mask is None:
-        weights = scores.softmax(-1)
-    else:
-        weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~mask, 0)
+    products, scale = query @ key.mT, query.size(-1) ** -0.5  # (*b, m, n)
+    if mask is not None:
+        low = torch.zeros_like(mask, dtype=products.dtype).masked_fill(~mask, torch.finfo(products.dtype).min / 2)
+        bias = low if bias is None else low + bias
+    scores = products * scale if bias is None else torch.add(bias, products, alpha=scale)
+    weights, blind = scores.softmax(-1), None if mask is None else ~mask.any(-1, keepdim=True)
+    if blind is not None and blind.any(): weights = weights.masked_fill(blind, 0)
     return weights @ value, weights
 
 # %% ../nbs/01_attention.ipynb #51-775714
@@ -60,7 +61,7 @@ def fast_attention(
 ) -> Float[Tensor, "*b m d_v"]:
     "The outputs of `attention`, by torch's fused kernels, which never hold the weights, unless these are few."
     if query.device.type == 'cpu' and key.size(-2) <= SHORT and not torch.compiler.is_compiling():
-        return attention(query, key, value, mask, bias)[0]
+        return attention(query, key.contiguous(), value, mask, bias)[0] # what is transposed is quicker in one piece
     if mask is None: return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
     blind = ~mask.any(-1, keepdim=True)
     visible = mask | blind
@@ -76,10 +77,10 @@ class KeyValueCache:
     def __len__(self): return self.used
 
     @property
-    def key(self): return None if self.room is None else self.room[0][:, :, :self.used]
+    def key(self): return None if self.room is None else self.room[0].narrow(2, 0, self.used)
 
     @property
-    def value(self): return None if self.room is None else self.room[1][:, :, :self.used]
+    def value(self): return None if self.room is None else self.room[1].narrow(2, 0, self.used)
 
     def append(
         self,
@@ -91,7 +92,7 @@ class KeyValueCache:
         if self.room is None: self.room = key.contiguous(), value.contiguous()
         else:
             if self.used > self.room[0].size(2): self.room = tuple(self.wider(held, before) for held in self.room)
-            for held, new in zip(self.room, (key, value)): held[:, :, before:self.used] = new
+            for held, new in zip(self.room, (key, value)): held.narrow(2, before, new.size(2)).copy_(new)
         return self.key, self.value
 
     def wider(self, held: Tensor, before: int) -> Tensor:
@@ -140,8 +141,7 @@ class MultiHeadAttention(nn.Module):
         d_k, d_v = d_k or d_model // n_heads, d_v or d_model // n_heads
         self.query, self.key = nn.Linear(d_model, n_heads * d_k), nn.Linear(d_model, n_heads * d_k)
         self.value, self.output = nn.Linear(d_model, n_heads * d_v), nn.Linear(n_heads * d_v, d_model)
-        self.n_heads, self.positions = n_heads, positions
-        self._seen = None  # what `record_attention` hands the weights to, while it watches
+        self.n_heads, self.positions, self._seen = n_heads, positions, None  # `_seen`: what `record_attention` hands the weights to, while it watches
 
     def forward(
         self,
@@ -156,8 +156,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None and cache.fixed and len(cache): key, value = cache.key, cache.value
         else:
             key, value = (split_heads(f(x), self.n_heads) for f, x in ((self.key, key), (self.value, value)))
-            if self.positions is not None:
-                query, key, bias = self.positions(query, key, 0 if cache is None else len(cache))
+            if self.positions is not None: query, key, bias = self.positions(query, key, 0 if cache is None else len(cache))
             if cache is not None: key, value = cache.append(key, value)
         if self._seen is None: heads = fast_attention(query, key, value, mask, bias)
         else:

@@ -34,6 +34,7 @@ def require(
     **allowed,  # the values that a field may have there
 ) -> None:
     "Raises ValueError that names a setting which the other implementation has not."
+    if not isinstance(c, TransformerConfig): raise ValueError(f'{where} has Transformers only, and this model is made from a {type(c).__name__}')
     for name, values in allowed.items():
         if getattr(c, name) not in values:
             raise ValueError(f'{name}={getattr(c, name)!r}: {where} has only {" and ".join(map(repr, values))}')

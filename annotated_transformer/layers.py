@@ -47,8 +47,9 @@ class Dropout(nn.Dropout):
         if not self.training or x.device.type != 'cpu' or dropped in (0, all_) or torch.compiler.is_compiling():
             return super().forward(x)
         draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2**63, None)  # all 64 bits at random
-        keep = draws.view(torch.int16)[:x.numel()] >= dropped - 2**15                     # from -2^15 to 2^15 - 1
-        return x * (keep.view(x.shape) * (all_ / (all_ - dropped))).to(x.dtype)
+        draws = draws.view(torch.int16)[:x.numel()]                                       # from -2^15 to 2^15 - 1
+        keep = torch.ge(draws, dropped - 2**15, out=x.new_empty(x.numel()))               # 1 or 0, as numbers at once
+        return x * keep.mul_(all_ / (all_ - dropped)).view(x.shape)
 
 # %% ../nbs/03_layers.ipynb #30-efce54
 Norm = Literal['post', 'pre']

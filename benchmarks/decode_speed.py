@@ -9,7 +9,8 @@ All engines read the same ids in the same batches, sorted by length, and search 
 divided by the number of tokens, until as many hypotheses have ended as the beam is wide (`patience` 1; early_stopping=True).
 The rule that is ours by default, until none that lives can win, is measured besides; it finds at least as good scores and
 takes more steps. Every round times each engine once, one after the other in an order that moves on, and the medians of the
-rounds count. Batches of one are timed on every tenth sentence. Beside each speed: BLEU, how many outputs are the same ids as
+rounds count. Batches of one are timed on every tenth sentence; where a step is that small, ours keeps to one thread by itself,
+and the others have as many as they are given. Beside each speed: BLEU, how many outputs are the same ids as
 ours, the time to a first token, and the memory that a process of its own takes at most above what the loaded model takes.
 On a GPU ours and transformers run in float32 and in bfloat16, CTranslate2 in its own float32 and float16.
 """

@@ -3,6 +3,7 @@
 
     python benchmarks/recurrent.py                          # toy EN-DE: rates, training, decoding; about 20 minutes of one core
     python benchmarks/recurrent.py --corpus multi30k --data-dir ../shared/data/multi30k --minutes 8
+    python benchmarks/recurrent.py --corpus multi30k --data-dir ../shared/data/multi30k --only 'LSTM, dot' --rate 0.008 --minutes 2 --slice 30
     python benchmarks/recurrent.py --minutes 0.1 --sweep-steps 20 --sentences 20 --out /tmp/recurrent.json
 
 Each model's clock counts the processor time of its own updates, with one thread: validation and decoding are not on it. The models
@@ -136,6 +137,16 @@ def join(path, **parts):
     if parts: write_whole(path, text + '\n')
     return record
 
+def try_rate(task, args):
+    "Join to the record how one model learns at another rate."
+    learner = Learner(task, task.models[args.only], args.rate)
+    for i in trange(1, 1 + round(60*args.minutes / args.slice), desc=f'{args.only}, {args.rate:g}'): learner.learn(i * args.slice)
+    found = dict(model=args.only, peak_rate=args.rate, command=command(), curve=learner.curve)
+    held = join(args.out)[args.corpus]
+    join(args.out, **{args.corpus: held | dict(other_rates=held.get('other_rates', []) + [found])})
+
+def command(): return shlex.join(['python', 'benchmarks/recurrent.py', *sys.argv[1:]])
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--corpus', choices=list(TESTS), default='toy-ende')
@@ -144,15 +155,18 @@ def main():
     parser.add_argument('--slice', type=float, default=20., help='seconds that one model learns before it is the next one\'s turn (20)')
     parser.add_argument('--sweep-steps', type=int, default=200, help='updates for each learning rate that is tried (200)')
     parser.add_argument('--sentences', type=int, help='of each test split to translate; all unless given')
+    parser.add_argument('--only', help='one model, to learn alone at --rate and not be scored: was the rate to blame?')
+    parser.add_argument('--rate', type=float, help='its highest rate')
     parser.add_argument('--out', type=Path, default=RESULTS / 'recurrent.json', help='the record (results/recurrent.json)')
     args = parser.parse_args()
     torch.set_num_threads(1)
     task, decoded = Task(args.corpus, args.data_dir), {}
+    if args.only: return try_rate(task, args)
     if args.corpus == 'toy-ende': sweep(task, args.sweep_steps, args.out)
     if 'sweep' not in (record := join(args.out)): parser.error('the rates are found on toy EN-DE: run that first')
     rates = {name: float(min(losses, key=losses.get)) for name, losses in record['sweep']['val_loss'].items()}
     learners = {name: Learner(task, config, rates[family(name)]) for name, config in task.models.items()}
-    about = dict(command=shlex.join(['python', 'benchmarks/recurrent.py', *sys.argv[1:]]), seed=SEED, machine=machine(), date=str(date.today()),
+    about = dict(command=command(), seed=SEED, machine=machine(), date=str(date.today()),
                  versions=versions(), tests=TESTS[args.corpus],
                  training={name: getattr(task.training, name) for name in ('max_tokens', 'warmup', 'label_smoothing', 'clip_norm')})
     def write(): join(args.out, **{args.corpus: dict(about, models=figures(task, learners, rates, decoded))})

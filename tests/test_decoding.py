@@ -3,6 +3,7 @@ import copy
 import functools
 import itertools
 import math
+import threading
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ import torch
 from annotated_transformer import decoding
 from annotated_transformer.attention import record_attention
 from annotated_transformer.batches import collate, pad_rows
-from annotated_transformer.decoding import (BLOCK, Beams, DecodingConfig, State, TreeState, beam_search, best_continuations,
+from annotated_transformer.decoding import (BLOCK, LITTLE, Beams, DecodingConfig, Endings, State, TreeState, beam_search, best_continuations,
                                             decoding_state, greedy, length_limits, length_penalty, next_logits, sample,
-                                            sampling_distribution, score_translations, who_stays)
+                                            sampling_distribution, score_translations, threads_for, who_stays)
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.vocabulary import BOS, EOS, PAD
 
@@ -193,6 +194,27 @@ def test_both_states_remember_what_would_be_computed_anew(kind):
             history = [[old[i] + [t] for i, t in zip(*pair)] for old, *pair in zip(history, parents.tolist(), last.tolist())]
 
 
+@pytest.mark.parametrize('kept_heads', [{}, {'0.self_attention': [1, 3], '1.cross_attention': [2]}], ids=['all', 'some'])
+def test_trees_that_outgrow_their_room(kept_heads):
+    "Thirty steps of five hypotheses: more nodes than there were places for at first, before and after sentences leave."
+    torch.manual_seed(0)
+    config = TransformerConfig(V, n_layers=2, d_model=16, d_ff=24, n_heads=4, max_len=40, positions='alibi',
+                               kept_heads={f'decoder.layers.{name}': heads for name, heads in kept_heads.items()} or None)
+    model, src, rng = Transformer(config).double().eval().requires_grad_(False), sources(4), torch.Generator().manual_seed(0)
+    assert type(decoding_state(model, src)) is TreeState
+    rows, trees = (make_state(model, src) for make_state in STATES)
+    room, tokens = trees.trees.nodes.size(2), torch.full((4, 1), BOS)
+    for step in range(30):
+        torch.testing.assert_close(rows.logits(tokens), trees.logits(tokens))
+        parents = torch.randint(tokens.size(1), (len(tokens), 5), generator=rng)
+        tokens = torch.randint(3, V, parents.shape, generator=rng)
+        for state in (rows, trees): state.follow(parents)
+        if step in (3, 20):
+            tokens = tokens[[2, 0, 1][:len(tokens) - 1]]
+            for state in (rows, trees): state.keep(torch.tensor([2, 0, 1][:len(tokens)]))
+    assert len(tokens) == 2 and trees.trees.nodes.size(2) > 2 * room
+
+
 @pytest.mark.parametrize('steps, kind', [(40, kind) for kind in KINDS] + [(0, kind) for kind in KINDS[::5]], ids=str)
 def test_trees_and_rows_find_the_same_in_single_precision(steps, kind, monkeypatch):
     model, src = make(0, steps, torch.float32, **kind), sources(8)
@@ -283,7 +305,7 @@ def test_stopping_early_changes_nothing(steps, alpha, monkeypatch):
     settings = [DecodingConfig(size, alpha, n_best=n, max_extra=12) for size, n in ((4, 1), (6, 3))]
     def searches(): return [beam_search(model, src, config) for config in settings]
     early = searches()
-    monkeypatch.setattr(Beams, 'decided', lambda *_: False)
+    monkeypatch.setattr(Endings, 'decided', lambda *_: False)
     for before, after in zip(early, searches()):
         for best, expected in zip(before, after): same(best, [(h.score, h.ids, h.log_prob) for h in expected])
 
@@ -292,8 +314,8 @@ def test_stopping_early_saves_steps(monkeypatch):
     asked, logits = [], TreeState.logits
     monkeypatch.setattr(TreeState, 'logits', lambda state, tokens: asked.append(tokens.numel()) or logits(state, tokens))
     model, src, rows = make(5), sources(20), []
-    for patience, decided in ((0., Beams.decided), (1., Beams.decided), (0., lambda *_: False)):
-        monkeypatch.setattr(Beams, 'decided', decided)
+    for patience, decided in ((0., Endings.decided), (1., Endings.decided), (0., lambda *_: False)):
+        monkeypatch.setattr(Endings, 'decided', decided)
         beam_search(model, src, max_extra=12, patience=patience)
         rows.append(sum(asked) - sum(rows))
     assert rows[0] < 0.8 * rows[2] and rows[1] < 0.8 * rows[2]
@@ -359,10 +381,35 @@ def test_cut_off_hypotheses_only_fill_up():
 
 def test_who_stays():
     for n, done, left in ((64, 7, None), (64, 8, 56), (4, 1, 3), (1, 1, 0), (3, 0, None)):
-        mask = torch.zeros(n, dtype=torch.bool)
-        mask[:done] = True
-        stays = who_stays(mask)
-        assert stays is None if left is None else stays.tolist() == list(range(done, n))
+        stays = who_stays([True] * done + [False] * (n - done))
+        assert stays is None if left is None else stays == list(range(done, n))
+
+
+def test_threads_are_given_back():
+    "By searches side by side, whoever ends first, and by one that fails; large ones change nothing."
+    before, model, cpu = torch.get_num_threads(), make(), torch.device('cpu')
+    torch.set_num_threads(2)
+    try:
+        inside, may_end, seen = threading.Barrier(3), threading.Event(), {}
+        def search(name, wait):
+            with threads_for(model, 1, cpu):
+                inside.wait()
+                if wait: may_end.wait()
+                if not wait: seen['inside'] = torch.get_num_threads()
+            seen[name] = torch.get_num_threads()
+        both = [threading.Thread(target=search, args=args) for args in (('first', False), ('last', True))]
+        for thread in both: thread.start()
+        inside.wait()
+        both[0].join()
+        may_end.set()
+        both[1].join()
+        assert seen == {'inside': 1, 'first': 2, 'last': 2} and torch.get_num_threads() == 2
+        for args in ((LITTLE, cpu), (1, torch.device('meta'))):
+            with threads_for(model, *args): assert torch.get_num_threads() == 2
+        with pytest.raises(ValueError, match='max_len'): beam_search(model, torch.full((1, 41), 5))
+        beam_search(model, sources(2), max_extra=2)
+        assert torch.get_num_threads() == 2
+    finally: torch.set_num_threads(before)
 
 
 def test_a_decoder_that_is_watched_or_altered_is_asked_in_the_usual_way():

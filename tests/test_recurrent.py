@@ -252,3 +252,9 @@ def test_average_of_checkpoints(run, tmp_path):
     average_checkpoints(steps, tmp_path/'mean')
     mean, (one, two) = load_model(tmp_path/'mean'), map(load_model, steps)
     assert_close(mean.join.weight, (one.join.weight + two.join.weight)/2)
+
+
+@pytest.mark.parametrize('to', ['ctranslate2', 'marian'])
+def test_others_have_transformers_only(run, tmp_path, capsys, to):
+    with pytest.raises(SystemExit): main(['export', str(run[1]), '--to', to, '--out', str(tmp_path/to)])
+    assert 'made from a RecurrentConfig' in capsys.readouterr().err and not (tmp_path/to).exists()
