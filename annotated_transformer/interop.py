@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .checkpoints import as_json, fill, whole
 from .layers import ACTIVATIONS, Decoder, Encoder
 from .positions import SinusoidalPositions, sinusoids
+from .recurrent import RecurrentConfig
 from .transformer import Transformer, TransformerConfig
 from .translator import ModelFolder
 from .vocabulary import (
@@ -29,7 +30,7 @@ from .vocabulary import (
 
 # %% ../nbs/40_other_implementations.ipynb #x-refuse
 def require(
-    c: TransformerConfig,
+    c: TransformerConfig | RecurrentConfig,
     where: str, # who asks
     **allowed,  # the values that a field may have there
 ) -> None:
