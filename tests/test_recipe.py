@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest, torch
 
-from annotated_transformer.checkpoints import load_model, read_log
+from annotated_transformer.checkpoints import checkpoints, load_model, read_log
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.recipe import RunConfig, claim, default_run, differences, evaluate, settings, train_translator, with_defaults
 from annotated_transformer.toy_languages import toy_ende
@@ -99,6 +99,21 @@ def test_a_setting_that_came_later_does_not_bar_the_way(table, tmp_path, monkeyp
     claim(tmp_path/'run', config)
     with pytest.raises(ValueError, match='bpe_dropout is 0.0 there and 0.1 here'): claim(tmp_path/'run', replace(config, bpe_dropout=0.1))
 
+
+def test_a_finished_run_goes_on_when_its_limit_is_moved(table, tmp_path):
+    "Two passes and then two more are four passes; a smaller limit afterwards ends at once where the run is."
+    short, long = run(table, max_epochs=2, save_every=5), run(table, max_epochs=4, save_every=5, max_steps=1000)
+    train(long, tmp_path/'straight')
+    train(short, tmp_path/'run')
+    stamp = (tmp_path/'run/model.safetensors').stat().st_mtime_ns
+    train(short, tmp_path/'run')
+    assert (tmp_path/'run/model.safetensors').stat().st_mtime_ns == stamp                   # nothing moved: loaded
+    longer = train(long, tmp_path/'run')
+    assert longer.training['progress']['epoch'] == 4 and longer.training['run'] == settings(long)
+    last = [checkpoints(tmp_path/name)[-1] for name in ('straight', 'run')]
+    assert torch.equal(*map(weights, last)) and last[0].name == last[1].name
+    again = train(replace(short, training=replace(short.training, max_epochs=3)), tmp_path/'run')
+    assert again.training['progress']['step'] == longer.training['progress']['step']
 
 def test_early_stopping_on_bleu(table, tmp_path):
     config = run(table, monitor='val_bleu', patience=1, save_every=2, max_steps=100, peak_rate=1e-9, val_sentences=5)
