@@ -1,7 +1,9 @@
 "The interactive page in a real browser: offline, quiet, true to the weights, quick, by day and by night."
+import json
 import os
 import shutil
 import weakref
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -225,14 +227,32 @@ def test_tokens_cannot_act(visit):
     keep(page, 'rude')
 
 
-def test_a_notebook_shows_it_in_a_frame(visit, tmp_path):
-    cell = explore(maps(4, 5))._repr_html_()
-    (tmp_path/'notebook.html').write_text(f'<!doctype html><title>a notebook</title>{cell}', encoding='utf-8')
+# How notebooks put a cell's HTML before the reader: as it stands (JupyterLab); written into a page whose policy forbids nearly all (VS Code, with its strictest setting);
+# in a frame of its own that may run scripts (Colab).
+POLICY = "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src https: http: data:; font-src https:; connect-src https:; child-src https: data:;"
+def in_jupyterlab(cell): return cell
+def in_vs_code(cell):
+    text = json.dumps(cell).replace('<', r'\u003c')
+    return (f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><div id="out"></div>'
+            f'<script>document.getElementById("out").innerHTML = {text}</script>')
+def in_colab(cell):
+    return f'<iframe sandbox="allow-scripts" style="width: 100%; height: 700px" srcdoc="{escape(cell)}"></iframe>'
+
+@pytest.mark.parametrize('host, depth', [(in_jupyterlab, 1), (in_vs_code, 1), (in_colab, 2)], ids=['JupyterLab', 'VS Code', 'Colab'])
+def test_a_notebook_shows_it_in_a_frame(visit, tmp_path, host, depth):
+    (tmp_path/'notebook.html').write_text(f'<!doctype html><meta charset="utf-8"><title>a notebook</title>{host(explore(maps(4, 5))._repr_html_())}', encoding='utf-8')
     page = visit(tmp_path/'notebook.html')
-    page.frame_locator('iframe').locator('#view canvas').wait_for()
-    frame = page.frames[1]
+    inner = page
+    for _ in range(depth): inner = inner.frame_locator('iframe')
+    inner.locator('#view canvas').wait_for()
+    frame = page.frames[depth]
     assert frame.evaluate(MARKS, 'rule') and 'target4' in [mark['text'] for mark in frame.evaluate(MARKS, 'text')]
     assert frame.evaluate('document.documentElement.scrollHeight - innerHeight') <= 0   # the frame is tall enough
+    before = frame.evaluate(MARKS, 'rule')
+    inner.locator('[name=pick_head]').select_option('1')
+    frame.evaluate('ready.then(view => view.runAsync()).then(() => 0)')
+    assert frame.evaluate(MARKS, 'rule') != before                                      # and it answers
+    keep(page, host.__name__)
 
 
 def test_one_head_one_kind_and_ragged_layers(visit):
