@@ -53,14 +53,16 @@ class RunConfig:
             raise ValueError("monitor='val_bleu' needs a BLEU at each validation: set val_sentences, to 200 say")
 
 # %% ../nbs/24_en_de.ipynb #08-6108ba
-_CAPTIONS = dict(preset='tiny', model=dict(vocab_size=4000, dropout=0.2, norm='pre'),
-                training=dict(max_tokens=2048, warmup=400, peak_rate=4e-3, max_epochs=60))
+_CAPTIONS = dict(preset='tiny', model=dict(vocab_size=4000, dropout=0.3, norm='pre'),
+                training=dict(max_tokens=1024, warmup=1000, peak_rate=3e-3, r_drop=5., max_epochs=80, save_every=500, average=10))
 RECIPES = {
     'copy': dict(corpus=dict(corpus='copy'), preset='mini', tokenizer='words', model=dict(vocab_size=100),
                  training=dict(max_tokens=1024, warmup=200, peak_rate=4e-3, max_epochs=8)),
     'toy-ende': dict(corpus=dict(corpus='toy-ende'), preset='mini', model=dict(vocab_size=1000),
                      training=dict(max_tokens=1024, warmup=400, peak_rate=4e-3, max_epochs=8, save_every=100)),
     **{f'multi30k-{pair}': dict(corpus=dict(corpus='multi30k', pair=pair), **_CAPTIONS) for pair in ('en-de', 'de-en', 'en-fr')},
+    'wmt14-en-de': dict(corpus=dict(corpus='wmt14'), preset='base', model=dict(vocab_size=37_000), # the paper's own (5.1-5.4)
+                        training=dict(max_tokens=25_000, max_steps=100_000, save_every=1500)),
 }
 
 def recipe_for(corpus: str) -> str: # its name

@@ -26,11 +26,11 @@ SEEDS = {f'the recipe, seed {seed}': f'--seed {seed}' for seed in (1, 2, 3)}
 FIRST = next(iter(SEEDS))
 VARIANTS = {
     'vocabulary 2,000': '--vocab-size 2000', 'vocabulary 8,000': '--vocab-size 8000',
-    'dropout 0.1': '--dropout 0.1', 'dropout 0.3': '--dropout 0.3', 'dropout 0.4': '--dropout 0.4',
-    'rate 2e-3': '--peak-rate 2e-3', 'rate 6e-3': '--peak-rate 6e-3', 'warm-up 1,000': '--warmup 1000', 'warm-up 2,000': '--warmup 2000',
-    'batches of 1,024 tokens': '--max-tokens 1024', 'batches of 4,096 tokens': '--max-tokens 4096',
-    'BPE-dropout 0.1': '--bpe-dropout 0.1', 'R-Drop 1': '--r-drop 1', 'R-Drop 5': '--r-drop 5',
-    'BPE-dropout 0.1, dropout 0.3, R-Drop 5': '--bpe-dropout 0.1 --dropout 0.3 --r-drop 5',
+    'dropout 0.1': '--dropout 0.1', 'dropout 0.2': '--dropout 0.2', 'dropout 0.4': '--dropout 0.4',
+    'peak rate 1.5e-3': '--peak-rate 1.5e-3', 'peak rate 5e-3': '--peak-rate 5e-3', 'warm-up 500': '--warmup 500', 'warm-up 2,000': '--warmup 2000',
+    'batches of 2,048 tokens': '--max-tokens 2048', 'batches of 4,096 tokens': '--max-tokens 4096',
+    'BPE-dropout 0.1': '--bpe-dropout 0.1', 'no R-Drop': '--r-drop 0', 'R-Drop 1': '--r-drop 1', 'R-Drop 10': '--r-drop 10',
+    'no R-Drop, BPE-dropout 0.1': '--r-drop 0 --bpe-dropout 0.1',
     'no label smoothing': '--label-smoothing 0', 'moving average of weights': '--ema 0.999',
     'post-norm': '--norm post --init scaled',
 }
@@ -40,7 +40,7 @@ def train(name: str, flags: str, args) -> dict:
     "One variant, trained to its end, and its score on val."
     out = args.runs / name.replace(' ', '-').replace(',', '')
     command = [sys.executable, '-m', 'annotated_transformer', 'train', '--recipe', RECIPE, '--data-dir', str(args.data_dir),
-               '--max-epochs', str(args.epochs), '--average', '10', *shlex.split(flags), '--out', str(out)]
+               '--max-epochs', str(args.epochs), *shlex.split(args.flags), *shlex.split(flags), '--out', str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode: raise SystemExit(f'{name}: {done.stderr[-2000:]}')
     made = json.loads((out / 'training.json').read_text('utf-8'))
@@ -61,6 +61,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--data-dir', type=Path, required=True, help='holds the files of Multi30k')
     parser.add_argument('--epochs', type=int, default=40, help='of every variant')
+    parser.add_argument('--flags', default='', help="further flags of every variant: '--precision bfloat16', say")
     parser.add_argument('--only', nargs='*', default=[], help='variants whose name contains one of these, besides the recipe itself')
     parser.add_argument('--jobs', type=int, default=1, help='variants trained at the same time')
     parser.add_argument('--runs', type=Path, default=Path('runs/recipe'), help='folder of the runs')
