@@ -9,7 +9,7 @@ from pathlib import Path
 
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.recipe import evaluate
-from annotated_transformer.scoring import report
+from annotated_transformer.scoring import CUT, bleu_interval, report, tokenized_bleu
 from annotated_transformer.training import timed_log
 from annotated_transformer.transformer import count_parameters
 from annotated_transformer.translator import Translator
@@ -23,6 +23,13 @@ def machine() -> str:
     names = [line.split(':')[1].strip() for line in info.read_text().splitlines() if line.startswith('model name')] if info.exists() else []
     return f'{(names or [platform.processor() or platform.machine()])[0]}, {os.cpu_count()} cores'
 
+def scored(translations: list[str], references: list[str], lang: str, tokenized: bool) -> dict:
+    "All that is told of a split; of text that is lower-cased and cut into words, that figure alone which older papers have."
+    if not tokenized: return report(translations, references, lang)
+    bleu, signature = tokenized_bleu(translations, references)
+    return dict(lowercased_tokenized_bleu=bleu, lowercased_tokenized_signature=signature, sentences=len(references),
+                lowercased_tokenized_half_width=bleu_interval(translations, references, **CUT).half_width)
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('run', type=Path, help='a folder that `annotated-transformer train` finished')
@@ -30,6 +37,7 @@ def main():
     parser.add_argument('--split', action='append', required=True, help='of the corpus that it was trained on; may be repeated')
     parser.add_argument('--command', required=True, help='the command that made the folder')
     parser.add_argument('--data-dir', type=Path, help='where the corpus lies, if not where it lay in training')
+    parser.add_argument('--tokenized', action='store_true', help='the corpus is lower-cased and cut into words')
     args = parser.parse_args()
     translator = Translator.load(args.run)
     made = translator.training
@@ -39,11 +47,13 @@ def main():
     details = {}
     for split in ['val', *args.split]:
         began = time.monotonic()
-        scores, translations = evaluate(translator, corpus[split], progress_bar=True)
+        translations = evaluate(translator, corpus[split], progress_bar=True)[1]
         seconds = round(time.monotonic() - began, 2)
-        details[split] = report(translations, [tgt for _, tgt in corpus[split]], corpus.langs[1]) | dict(seconds=seconds)
-        metrics |= {f'{split}_bleu': round(scores.bleu, 2), f'{split}_chrf': round(scores.chrf, 2)}
-        print(f'{split}: {scores}')
+        found = scored(translations, [tgt for _, tgt in corpus[split]], corpus.langs[1], args.tokenized)
+        details[split] = found | dict(seconds=seconds)
+        told = {f'{split}_{name}': round(found[name], 2) for name in ('bleu', 'chrf', 'lowercased_tokenized_bleu') if name in found}
+        metrics |= told
+        print(', '.join(f'{name} {figure}' for name, figure in told.items()))
     record = dict(name=args.name, command=args.command, seed=made['run']['training']['seed'], machine=machine(),
                   date=str(date.today()), metrics=metrics, scores=details, versions=made['versions'],
                   settings={k: v for k, v in made['run'].items() if k != 'corpus'} | dict(
