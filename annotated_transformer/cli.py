@@ -32,10 +32,10 @@ class TransformerRun(RunConfig):
 
 @dataclass(frozen=True)
 class Train:
-    "Train a translator. Unless told otherwise the settings are the corpus' recipe; an unfinished run goes on where it was."
+    "Train a translator. Unless told otherwise the settings are the corpus' recipe; a run goes on where it was, a finished one too when a limit (--max-...) is moved."
     run: TransformerRun
     out: Path = Path('runs/toy-ende') # the run's folder: log, checkpoints, trained model
-    recipe: str = ''        # settings that were measured, by name: copy, toy-ende, multi30k-en-de, multi30k-de-en or multi30k-en-fr
+    recipe: str = ''        # settings by name: copy, toy-ende, multi30k-en-de, multi30k-de-en, multi30k-en-fr or wmt14-en-de
     preset: str = ''        # sizes of the model: mini, tiny, base, big or another row of Table 3
     overwrite: bool = False # start anew, whatever run the folder holds
 
