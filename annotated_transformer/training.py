@@ -59,6 +59,7 @@ class TrainConfig:
     seed: int = 1                   # of weights, batches and dropout
     accumulate: int = 1             # batches whose gradients are added up before an update
     r_drop: float = 0.0             # weight of R-Drop's agreement between two dropouts (page 15); 0: one pass
+    r_drop_from: int = 0            # updates made with one pass before R-Drop, which costs two, begins
     ema: float = 0.0                # share of a moving average of the weights kept at each step, 0.999 say; 0: none
     monitor: Literal['val_loss', 'val_bleu'] = 'val_loss' # which validation figure says what is best
     patience: int | None = None     # stop after so many validations in a row without a better one
@@ -76,7 +77,7 @@ class TrainConfig:
         for name in 'peak_rate max_epochs max_minutes patience'.split():
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f'{name}={getattr(self, name)} must be positive, or left out')
-        for name in 'r_drop keep_best'.split():
+        for name in 'r_drop r_drop_from keep_best'.split():
             if getattr(self, name) < 0: raise ValueError(f'{name}={getattr(self, name)} must be at least 0')
         for name in 'label_smoothing ema'.split():
             if not 0 <= getattr(self, name) < 1: raise ValueError(f'{name}={getattr(self, name)} must be at least 0 and below 1')
@@ -93,21 +94,21 @@ class Objective(nn.Module):
         config: TrainConfig = TrainConfig(), # label_smoothing, r_drop, precision, compile
     ):
         super().__init__()
-        self.model, self.config = model, config
+        self.model, self.config, self.r_drop = model, config, config.r_drop # a Trainer sets `r_drop` when its time has come
         self.states = torch.compile(model.states) if config.compile else model.states
 
     def forward(self, batch: Batch) -> Float[Tensor, ""]: # nats, summed over the batch's real target tokens
         "The smoothed loss of one pass, or R-Drop's of two."
         c, device = self.config, batch.src.device.type
         with torch.autocast(device, torch.bfloat16, enabled=c.precision == 'bfloat16'):
-            if c.r_drop: return self.two_passes(batch)
+            if self.r_drop: return self.two_passes(batch)
             return batch_loss(self.model, batch, c.label_smoothing, self.states)
 
     def two_passes(self, batch: Batch) -> Float[Tensor, ""]:
         "Every sentence twice in one batch, so each copy meets a dropout of its own."
         real = batch.tgt_out != PAD
         one, two = (states[real] for states in self.states(torch.cat([batch.src] * 2), torch.cat([batch.tgt_in] * 2)).chunk(2))
-        both = r_drop_loss(one, two, self.model.output.weight, batch.tgt_out[real], self.config.label_smoothing, self.config.r_drop,
+        both = r_drop_loss(one, two, self.model.output.weight, batch.tgt_out[real], self.config.label_smoothing, self.r_drop,
                            bias=self.model.output.bias)
         return both / 2 # of one pass, so that figures compare
 
@@ -286,7 +287,8 @@ class Run:
         if self.world.leader:
             self.reporter.start(self.at)
             self.stale = self.no_better()
-        self.objective = self.world.wrap(Objective(self.model, self.config))
+        self.loss = Objective(self.model, self.config)
+        self.objective = self.world.wrap(self.loss)
         self.began = time.monotonic() - 60 * self.at.minutes
         self.model.train()
         return self.at
@@ -380,6 +382,7 @@ class Trainer(Run):
         at, c = self.at, self.config
         rate, tokens = learning_rate(at.step + 1, self.peak_rate, c.warmup), sum(batch.global_tokens for batch in batches)
         seed_step(c.seed, at.step + 1, self.world.rank)
+        self.loss.r_drop = c.r_drop if at.step >= c.r_drop_from else 0.
         try: loss = train_step(self.objective, batches, self.optimizer, rate, c.clip_norm, self.world)
         except FloatingPointError as error: self.stop_at(error)
         if self.ema: self.ema.update_parameters(self.model)

@@ -26,15 +26,15 @@ SEEDS = {f'the recipe, seed {seed}': f'--seed {seed}' for seed in (1, 2, 3)}
 FIRST = next(iter(SEEDS))
 VARIANTS = {
     'vocabulary 2,000': '--vocab-size 2000', 'vocabulary 8,000': '--vocab-size 8000',
-    'dropout 0.1': '--dropout 0.1', 'dropout 0.2': '--dropout 0.2', 'dropout 0.4': '--dropout 0.4',
-    'peak rate 1.5e-3': '--peak-rate 1.5e-3', 'peak rate 5e-3': '--peak-rate 5e-3', 'warm-up 500': '--warmup 500', 'warm-up 2,000': '--warmup 2000',
-    'batches of 2,048 tokens': '--max-tokens 2048', 'batches of 4,096 tokens': '--max-tokens 4096',
-    'BPE-dropout 0.1': '--bpe-dropout 0.1', 'no R-Drop': '--r-drop 0', 'R-Drop 1': '--r-drop 1', 'R-Drop 10': '--r-drop 10',
-    'no R-Drop, BPE-dropout 0.1': '--r-drop 0 --bpe-dropout 0.1',
+    'dropout 0.1': '--dropout 0.1', 'dropout 0.3': '--dropout 0.3',
+    'peak rate 2e-3': '--peak-rate 2e-3', 'peak rate 6e-3': '--peak-rate 6e-3', 'warm-up 200': '--warmup 200', 'warm-up 1,000': '--warmup 1000',
+    'batches of 1,024 tokens': '--max-tokens 1024', 'batches of 4,096 tokens': '--max-tokens 4096',
+    'BPE-dropout 0.1': '--bpe-dropout 0.1', 'R-Drop 1': '--r-drop 1', 'R-Drop 5': '--r-drop 5',
+    'BPE-dropout 0.1, dropout 0.3': '--bpe-dropout 0.1 --dropout 0.3',
     'no label smoothing': '--label-smoothing 0', 'moving average of weights': '--ema 0.999',
-    'post-norm': '--norm post --init scaled',
+    'post-norm': '--norm post --init scaled', 'width 256, dropout 0.3': '--d-model 256 --d-ff 512 --dropout 0.3 --peak-rate 2e-3',
 }
-SEARCHES = {f'beam {beam}, alpha {alpha}': dict(beam_size=beam, alpha=alpha) for beam in (1, 4, 5, 8) for alpha in (0.0, 0.6, 1.0, 1.4)}
+SEARCHES = {f'beam {beam}, alpha {alpha}': dict(beam_size=beam, alpha=alpha) for beam in (1, 4, 5, 8) for alpha in (0.6, 1.0, 1.3, 1.6)}
 
 def train(name: str, flags: str, args) -> dict:
     "One variant, trained to its end, and its score on val."

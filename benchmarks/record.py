@@ -37,6 +37,8 @@ def main():
     parser.add_argument('--split', action='append', required=True, help='of the corpus that it was trained on; may be repeated')
     parser.add_argument('--command', required=True, help='the command that made the folder')
     parser.add_argument('--data-dir', type=Path, help='where the corpus lies, if not where it lay in training')
+    parser.add_argument('--beam-size', type=int, default=4, help='of the search (4)')
+    parser.add_argument('--alpha', type=float, default=0.6, help="of the search's length penalty (0.6)")
     parser.add_argument('--tokenized', action='store_true', help='the corpus is lower-cased and cut into words')
     args = parser.parse_args()
     translator = Translator.load(args.run)
@@ -44,10 +46,10 @@ def main():
     corpus = load_corpus(CorpusConfig(**made['run']['corpus'] | ({'data_dir': args.data_dir} if args.data_dir else {})))
     metrics = dict(parameters=count_parameters(translator.model), training_minutes=round(made['progress']['minutes'], 2),
                    steps=made['progress']['step'], epochs=made['progress']['epoch'], target_tokens=made['progress']['tokens'])
-    details = {}
+    details, search = {}, dict(beam_size=args.beam_size, alpha=args.alpha)
     for split in ['val', *args.split]:
         began = time.monotonic()
-        translations = evaluate(translator, corpus[split], progress_bar=True)[1]
+        translations = evaluate(translator, corpus[split], progress_bar=True, **search)[1]
         seconds = round(time.monotonic() - began, 2)
         found = scored(translations, [tgt for _, tgt in corpus[split]], corpus.langs[1], args.tokenized)
         details[split] = found | dict(seconds=seconds)
@@ -55,7 +57,7 @@ def main():
         metrics |= told
         print(', '.join(f'{name} {figure}' for name, figure in told.items()))
     record = dict(name=args.name, command=args.command, seed=made['run']['training']['seed'], machine=machine(),
-                  date=str(date.today()), metrics=metrics, scores=details, versions=made['versions'],
+                  date=str(date.today()), search=search, metrics=metrics, scores=details, versions=made['versions'],
                   settings={k: v for k, v in made['run'].items() if k != 'corpus'} | dict(
                       corpus={k: made['run']['corpus'][k] for k in ('corpus', 'pair')}),
                   weights_sha256=hashlib.sha256((args.run / 'model.safetensors').read_bytes()).hexdigest())

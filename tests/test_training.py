@@ -83,7 +83,7 @@ def test_cutting_a_log_keeps_what_came_before(tmp_path):
 
 # --- strengths, each through an interruption
 
-STRENGTHS = {'accumulate': dict(accumulate=3), 'ema': dict(ema=0.9), 'r_drop': dict(r_drop=3.0), 'bfloat16': dict(precision='bfloat16'),
+STRENGTHS = {'accumulate': dict(accumulate=3), 'ema': dict(ema=0.9), 'r_drop': dict(r_drop=3.0), 'late r_drop': dict(r_drop=3.0, r_drop_from=15), 'bfloat16': dict(precision='bfloat16'),
              'best': dict(average_best=True, keep_best=3, average=2), 'plain Adam': dict(fused=False)}
 
 @pytest.mark.parametrize('strength', STRENGTHS)
@@ -98,6 +98,15 @@ def test_every_strength_goes_on_exactly(tmp_path, strength):
     trainer(tmp_path / 'plain').fit()
     if strength not in ('best', 'plain Adam'): # those two change what is kept, or nothing
         assert (tmp_path / 'whole/log.jsonl').read_bytes() != (tmp_path / 'plain/log.jsonl').read_bytes()
+
+def test_late_r_drop_is_plain_until_then(tmp_path):
+    "Up to its first update with two passes a run is the run without R-Drop, to the last bit; from there on it is another."
+    losses = {}
+    for name, settings in {'plain': {}, 'late': dict(r_drop=3.0, r_drop_from=15), 'never': dict(r_drop=3.0, r_drop_from=30)}.items():
+        trainer(tmp_path / name, replace(SETTINGS, log_every=1, **settings)).fit()
+        losses[name] = [row['loss'] for row in read_log(tmp_path / name / 'log.jsonl') if 'rate' in row]
+    assert losses['late'][:15] == losses['plain'][:15] and losses['never'] == losses['plain']
+    assert all(a != b for a, b in zip(losses['late'][15:], losses['plain'][15:], strict=True))
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize('at', [7, 10, 28])
