@@ -82,6 +82,7 @@ def lowercased_tokenized_bleu(
     tokenized: bool = False,     # are the references cut already, by somebody else's tokenizer?
 ) -> tuple[float, str]: # BLEU, and how it was counted
     "BLEU as older papers count it. Not to be compared with `score`'s: the same translations get another number."
+    check_corpus(translations, references)
     theirs = references if tokenized else lowercased_tokenized(references, lang)
     found, signature = tokenized_bleu(lowercased_tokenized(translations, lang), theirs)
     return found, f"lower-cased, then cut by the rules of Moses (sacremoses {metadata.version('sacremoses')}): {signature}"

@@ -35,7 +35,6 @@ from record import RESULTS, machine
 
 SEED, WARMUP = 1, 100
 RATES = {'Transformer': (2e-3, 4e-3, 8e-3), 'LSTM': (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)} # tried as the highest, by family
-SHORT = {'toy-ende': (0.1, 1024), 'multi30k': (0.2, 2048)} # dropout and tokens of a batch: the recipes are for hours, this is for minutes
 TESTS = {'toy-ende': ('test', 'test_long'), 'multi30k': ('test_2016_flickr',)}
 EDGES = {'toy-ende': (6, 9, 12, 16, 20, 24), 'multi30k': (7, 10, 13, 16, 20)} # words of the longest reference in each group but the last
 
@@ -44,11 +43,11 @@ class Task:
     "A corpus as ids, and the settings of three models with as many parameters."
     def __init__(self, name, data_dir):
         config = CorpusConfig(name, pair='en-de', data_dir=data_dir)
-        run, (dropout, max_tokens) = default_run(config), SHORT[name]
+        run = default_run(config)
         self.corpus = load_corpus(config)
         self.tokenizer = train_tokenizer('bpe', self.corpus['train'], self.corpus.langs, run.model.vocab_size)
-        self.training = replace(run.training, warmup=WARMUP, seed=SEED, max_tokens=max_tokens, r_drop=0.)
-        transformer = replace(run.model, vocab_size=len(self.tokenizer), dropout=dropout)
+        self.training = replace(run.training, warmup=WARMUP, seed=SEED)
+        transformer = replace(run.model, vocab_size=len(self.tokenizer))
         self.models = {'Transformer': transformer} | {
             f'LSTM, {attention}': self.equal(transformer, attention) for attention in ('additive', 'dot')}
         self.train, val = (encode_pairs(self.corpus[s], self.tokenizer, self.corpus.langs, transformer.max_len) for s in ('train', 'val'))

@@ -250,7 +250,7 @@ def test_a_notebook_shows_it_in_a_frame(visit, tmp_path, host, depth):
     assert frame.evaluate('document.documentElement.scrollHeight - innerHeight') <= 0   # the frame is tall enough
     before = frame.evaluate(MARKS, 'rule')
     inner.locator('[name=pick_head]').select_option('1')
-    frame.evaluate('ready.then(view => view.runAsync()).then(() => 0)')
+    settle(frame)
     assert frame.evaluate(MARKS, 'rule') != before                                      # and it answers
     keep(page, host.__name__)
 
