@@ -188,9 +188,9 @@ class Reporter:
         self.board = board(Path(out) / 'tensorboard') if tensorboard else None
         self.progress_bar, self.bar = progress_bar, tqdm(disable=True)
 
-    def open_bar(self) -> tqdm:
+    def open_bar(self, done: float = 0.0) -> tqdm: # `done` of the run before: the time left is told from the rest
         "The bar, to be closed when the run ends. Before it is open, nothing is shown."
-        self.bar = tqdm(total=1.0, disable=not self.progress_bar,
+        self.bar = tqdm(total=1.0, initial=done, disable=not self.progress_bar,
                         bar_format='{percentage:3.0f}%|{bar}| {elapsed} so far, {remaining} left{postfix}')
         return self.bar
 
@@ -357,7 +357,7 @@ class Trainer(Run):
         "Train until the first limit is reached, then finish. Raises Interrupted, with all saved, on Ctrl-C or SIGTERM."
         at = self.start()
         try:
-            with self.reporter.open_bar(), noting_signals() as self.noted:
+            with self.reporter.open_bar(self.share), noting_signals() as self.noted:
                 while not self.done(): self.epoch(at)
         finally: self.objective = None # it may hold connections to other processes, which must close before this one ends
         return self.finish()
@@ -407,10 +407,14 @@ class Trainer(Run):
         self.world.wait()
         raise Interrupted(f'step {self.at.step} is saved in {self.out}: the same command goes on from there', (self.noted or [signal.SIGTERM])[0])
 
-    def done(self) -> bool:
-        "Whether a limit is reached; the bar shows how near the nearest one is."
+    @property
+    def share(self) -> float: # at most 1
+        "How much of the run is behind it, by the limit that is nearest."
         at, c = self.at, self.config
         epochs = at.epoch + min(at.batch / len(self.batches), 0.999)
-        nearest = max(at.step / c.max_steps, epochs / (c.max_epochs or math.inf), at.minutes / (c.max_minutes or math.inf))
-        self.reporter.bar.n = min(nearest, 1.0)
-        return nearest >= 1 or self.stale
+        return min(1.0, max(at.step / c.max_steps, epochs / (c.max_epochs or math.inf), at.minutes / (c.max_minutes or math.inf)))
+
+    def done(self) -> bool:
+        "Whether a limit is reached; the bar shows how near the nearest one is."
+        self.reporter.bar.n = self.share
+        return self.share >= 1 or self.stale

@@ -211,3 +211,10 @@ def test_time_stands_beside_the_log(tmp_path):
     assert [{k: v for k, v in row.items() if k not in ('minutes', 'tokens_per_second')} for row in rows] == read_log(tmp_path / 'log.jsonl')
     assert all('minutes' in row for row in rows) and all(row['tokens_per_second'] > 0 for row in rows if 'rate' in row)
     assert not any('minutes' in row for row in read_log(tmp_path / 'log.jsonl'))
+
+def test_a_run_that_goes_on_tells_the_time_left_from_where_it_went_on(tmp_path):
+    trainer(tmp_path, replace(SETTINGS, max_steps=20)).fit()
+    going_on = trainer(tmp_path)
+    going_on.reporter.progress_bar = True
+    going_on.fit()
+    assert going_on.reporter.bar.initial == pytest.approx(20 / 30) and going_on.reporter.bar.n == 1
