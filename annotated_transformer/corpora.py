@@ -7,7 +7,7 @@ __all__ = ['Pairs', 'REASONS', 'MULTI30K', 'MIRRORS', 'MULTI30K_LANGS', 'MULTI30
            'check_sha256', 'get', 'download', 'read_multi30k', 'Stream', 'stream_files', 'stream_tsv',
            'hold_out_lowest', 'wmt14_files', 'stream_wmt14', 'CorpusConfig', 'check_langs', 'multi30k', 'toy_corpus',
            'copy_corpus', 'put_aside', 'files_corpus', 'tsv_corpus', 'stream_corpus', 'large_files', 'large_tsv',
-           'wmt14', 'load_corpus']
+           'wmt14', 'load_corpus', 'with_extra']
 
 # %% ../nbs/11_corpora.ipynb #02-7e0708
 import csv
@@ -427,8 +427,9 @@ def stream_wmt14(
 
 # %% ../nbs/11_corpora.ipynb #45-54b222
 CORPORA = ('copy', 'toy-ende', 'multi30k', 'files', 'tsv', 'wmt14')
-READS = {'multi30k': ['data_dir'], 'wmt14': ['data_dir'], 'tsv': ['tsv'],
-         'files': ['src', 'tgt', 'val_src', 'val_tgt', 'test_src', 'test_tgt']}
+_MORE = ['extra_src', 'extra_tgt']
+READS = {'copy': _MORE, 'toy-ende': _MORE, 'multi30k': ['data_dir', *_MORE], 'wmt14': ['data_dir'], 'tsv': ['tsv', *_MORE],
+         'files': ['src', 'tgt', 'val_src', 'val_tgt', 'test_src', 'test_tgt', *_MORE]}
 
 @dataclass(frozen=True)
 class CorpusConfig:
@@ -448,6 +449,8 @@ class CorpusConfig:
     max_words: int | None = None # words of a training sentence at most; longer pairs are dropped
     max_ratio: float | None = None # words of a training pair's longer side to its shorter's, at most
     unique: bool = False # drop training pairs that came before
+    extra_src: str | Path | None = None # further sentences to train on, one a line: what a model translated, say
+    extra_tgt: str | Path | None = None # their translations, line by line
 
     def __post_init__(self):
         if self.corpus not in CORPORA: raise ValueError(f'unknown corpus {self.corpus!r}: known are {", ".join(CORPORA)}')
@@ -465,6 +468,9 @@ class CorpusConfig:
                 raise ValueError(f'{name} is given, but corpus {self.corpus} does not read it')
         if self.corpus == 'tsv' and self.tsv is None: raise ValueError('corpus tsv needs tsv, the table to read')
         if self.corpus == 'files' and not self.parts(): raise ValueError('corpus files needs src and tgt, two files to read')
+        if (self.extra_src is None) != (self.extra_tgt is None): raise ValueError('extra_src and extra_tgt go together: one is missing')
+        if self.extra_src and (self.on_disk or self.corpus == 'files' and not self.src):
+            raise ValueError('extra_src adds to training pairs that are held in memory: ' + ('leave on_disk out' if self.on_disk else 'src is missing'))
 
     def parts(self) -> dict[str, tuple[Path, Path]]:
         "The files of each split of corpus `files`. Raises ValueError for a source without a target."
@@ -605,4 +611,17 @@ def load_corpus(
     if corpus.corpus not in ('files', 'tsv', 'wmt14') and any(corpus.cleaning.values()):     # those clean by themselves
         train = opened.splits['train']
         opened.splits = opened.splits | {'train': lambda: cleaned(train(), opened.name, opened.dropped, **corpus.cleaning)}
+    if corpus.extra_src: opened.splits = opened.splits | {'train': partial(with_extra, opened.splits['train'], corpus, opened.dropped)}
     return opened
+
+def with_extra(
+    own: Callable[[], Pairs], # makes the corpus' own training pairs
+    config: CorpusConfig,
+    dropped: dict[str, int],  # is told what of the further ones was left out, besides
+) -> Pairs:
+    "A corpus' own training pairs, then those of `extra_src` and `extra_tgt`, cleaned as if they had always been there."
+    left = {}
+    extra = zip_lines(read_lines(config.extra_src), read_lines(config.extra_tgt), (config.extra_src, config.extra_tgt))
+    pairs = cleaned(own() + extra, config.extra_src, left, **config.cleaning)
+    for reason, n in left.items(): dropped[reason] = dropped.get(reason, 0) + n
+    return pairs

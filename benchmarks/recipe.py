@@ -25,7 +25,7 @@ RECIPE = 'multi30k-en-de'
 SEEDS = {f'the recipe, seed {seed}': f'--seed {seed}' for seed in (1, 2, 3)}
 FIRST = next(iter(SEEDS))
 VARIANTS = {
-    'vocabulary 2,000': '--vocab-size 2000', 'vocabulary 8,000': '--vocab-size 8000',
+    'vocabulary 4,000': '--vocab-size 4000', 'vocabulary 16,000': '--vocab-size 16000',
     'dropout 0.1': '--dropout 0.1', 'dropout 0.3': '--dropout 0.3',
     'peak rate 2e-3': '--peak-rate 2e-3', 'peak rate 6e-3': '--peak-rate 6e-3', 'warm-up 200': '--warmup 200', 'warm-up 1,000': '--warmup 1000',
     'batches of 1,024 tokens': '--max-tokens 1024', 'batches of 4,096 tokens': '--max-tokens 4096',
