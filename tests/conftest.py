@@ -1,4 +1,5 @@
 "Every test runs with the package's shapes and types checked: a wrong axis fails by its name."
+import signal
 from pathlib import Path
 
 from jaxtyping import install_import_hook
@@ -7,3 +8,6 @@ from jaxtyping import install_import_hook
 MODULES = [f'annotated_transformer.{path.stem}' for path in (Path(__file__).parents[1]/'annotated_transformer').glob('*.py')
            if path.stem not in ('__init__', 'toy_languages')]
 install_import_hook(MODULES, 'beartype.beartype')
+
+# What a shell starts in the background ignores Ctrl-C, and so would the processes that tests press it in.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
