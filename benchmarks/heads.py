@@ -128,6 +128,8 @@ def speed(run, metrics):
 def attention_parameters(model): return sum(p.numel() for name, p in model.named_parameters() if '_attention' in name)
 
 PARTS = dict(importance=importance, curves=curves, speed=speed, gates=gates)
+SHARED = 'sentences', 'pairs', 'threads'
+OWN = dict(importance=(), curves=('every',), speed=('repeats',), gates=('steps', 'max_tokens', 'prices', 'rate', 'gate_rate')) # settings
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -140,7 +142,7 @@ def arguments():
     parser.add_argument('--every', type=int, default=2, help='heads from one point of a curve to the next (2; of all kinds, three times as many)')
     parser.add_argument('--steps', type=int, default=60, help='of training with gates (60)')
     parser.add_argument('--max-tokens', type=int, default=1024, help='of a batch of that training (1024)')
-    parser.add_argument('--prices', type=float, nargs='+', default=[0.01, 0.03, 0.1], help='of an open head, in nats for each target token')
+    parser.add_argument('--prices', type=float, nargs='+', default=[0.03, 0.1, 0.3], help='of an open head, in nats for each target token')
     parser.add_argument('--rate', type=float, default=5e-4, help='of the weights (5e-4)')
     parser.add_argument('--gate-rate', type=float, default=0.2, help='of the gates (0.2)')
     parser.add_argument('--repeats', type=int, default=15, help='rounds of the speed measurement (15)')
@@ -155,15 +157,18 @@ def main():
     weights = hashlib.sha256((args.model/'model.safetensors').read_bytes()).hexdigest()
     earlier = json.loads(args.out.read_text('utf-8')) if args.only and args.out.is_file() else {}
     if earlier and earlier['weights_sha256'] != weights: raise SystemExit(f'{args.out} is of another model: measure all parts')
+    if earlier and any(earlier['settings'][k] != getattr(args, k) for k in SHARED) or earlier.get('seed', args.seed) != args.seed:
+        raise SystemExit(f'{args.out} was measured with other --{", --".join(SHARED)} or --seed: give the same, or measure all parts')
     run, metrics = Experiment(args), earlier.get('metrics', {})
     for name in args.only or PARTS: metrics |= PARTS[name](run, metrics)
-    settings = {k: getattr(args, k) for k in 'sentences pairs every steps max_tokens prices rate gate_rate repeats threads'.split()}
+    settings = {k: getattr(args, k) for k in sum(([*OWN[name]] for name in args.only or PARTS), [*SHARED])}
     given = [word for word in sys.argv[1:] if word not in (args.made, '--made')]
     shown = ['MODEL' if word == str(args.model) else word for word in given]
     record = dict(name='heads', command=shlex.join(['python', 'benchmarks/heads.py', *shown]), model_command=args.made, seed=args.seed, machine=machine(),
                   date=str(date.today()), cpu_seconds=round(time.process_time() - began), metrics=metrics,
                   settings=settings | dict(model=asdict(run.model.config)), versions=versions(), weights_sha256=weights)
-    if earlier: record |= {k: earlier[k] for k in ('command', 'model_command', 'settings', 'seed')} | dict(cpu_seconds=earlier['cpu_seconds'] + record['cpu_seconds'])
+    if earlier: record |= dict(command=f"{earlier['command']}; {record['command']}", model_command=earlier['model_command'],
+                               settings=earlier['settings'] | settings, cpu_seconds=earlier['cpu_seconds'] + record['cpu_seconds'])
     write_whole(args.out, json.dumps(record, indent=1) + '\n')
 
 if __name__ == '__main__': main()
