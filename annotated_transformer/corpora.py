@@ -619,7 +619,7 @@ def with_extra(
     config: CorpusConfig,
     dropped: dict[str, int],  # is told what of the further ones was left out, besides
 ) -> Pairs:
-    "A corpus' own training pairs, then those of `extra_src` and `extra_tgt`, cleaned as if they had always been there."
+    "A corpus' own training pairs, then those of `extra_src` and `extra_tgt`, cleaned alike. Raises ValueError if these two do not match."
     left = {}
     extra = zip_lines(read_lines(config.extra_src), read_lines(config.extra_tgt), (config.extra_src, config.extra_tgt))
     pairs = cleaned(own() + extra, config.extra_src, left, **config.cleaning)
