@@ -141,7 +141,8 @@ class MultiHeadAttention(nn.Module):
         d_k, d_v = d_k or d_model // n_heads, d_v or d_model // n_heads
         self.query, self.key = nn.Linear(d_model, n_heads * d_k), nn.Linear(d_model, n_heads * d_k)
         self.value, self.output = nn.Linear(d_model, n_heads * d_v), nn.Linear(n_heads * d_v, d_model)
-        self.n_heads, self.positions, self._seen = n_heads, positions, None  # `_seen`: what `record_attention` hands the weights to, while it watches
+        # `_seen`: what `record_attention` hands the weights to, while it watches
+        self.n_heads, self.positions, self._seen = n_heads, positions, None
 
     def forward(
         self,
@@ -156,7 +157,8 @@ class MultiHeadAttention(nn.Module):
         if cache is not None and cache.fixed and len(cache): key, value = cache.key, cache.value
         else:
             key, value = (split_heads(f(x), self.n_heads) for f, x in ((self.key, key), (self.value, value)))
-            if self.positions is not None: query, key, bias = self.positions(query, key, 0 if cache is None else len(cache))
+            if self.positions is not None:
+                query, key, bias = self.positions(query, key, 0 if cache is None else len(cache))
             if cache is not None: key, value = cache.append(key, value)
         if self._seen is None: heads = fast_attention(query, key, value, mask, bias)
         else:

@@ -34,7 +34,8 @@ def pad_rows(
     width = max(width, ends.max(initial=start) + (last is not None)) if len(rows) else width
     padded = np.full((max(height, len(rows)), width), PAD, dtype=np.int64)
     real, places = padded[:len(rows)], np.arange(width)
-    if len(rows): real[(places >= start) & (places < ends[:, None])] = np.concatenate(rows, dtype=np.int64, casting='unsafe')
+    if len(rows):
+        real[(places >= start) & (places < ends[:, None])] = np.concatenate(rows, dtype=np.int64, casting='unsafe')
     if first is not None: real[:, 0] = first
     if last is not None: real[np.arange(len(rows)), ends] = last
     return torch.from_numpy(padded)
@@ -46,7 +47,7 @@ class Batch:
     src: Int[Tensor, 'b n']
     tgt: Int[Tensor, 'b m_plus_1']
     n_tokens: int | None = None      # real target tokens, EOS included, that a loss is a mean of; counted unless given
-    global_tokens: int | None = None # the same of the whole batch, if this is one process' part of it; all there is unless given
+    global_tokens: int | None = None # the whole batch's, if this is one process' part of it; all there is unless given
 
     def __post_init__(self):
         if self.n_tokens is None: self.n_tokens = int((self.tgt_out != PAD).sum())
@@ -64,11 +65,13 @@ class Batch:
 
     def to(self, device: str | torch.device, non_blocking: bool = False) -> 'Batch':
         "The same batch on a device."
-        return replace(self, src=self.src.to(device, non_blocking=non_blocking), tgt=self.tgt.to(device, non_blocking=non_blocking))
+        return replace(self, src=self.src.to(device, non_blocking=non_blocking),
+                       tgt=self.tgt.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> 'Batch':
         "The same batch where a GPU can fetch it while others work; without a GPU, the batch itself."
-        return replace(self, src=self.src.pin_memory(), tgt=self.tgt.pin_memory()) if torch.cuda.is_available() else self
+        return (replace(self, src=self.src.pin_memory(), tgt=self.tgt.pin_memory())
+                if torch.cuda.is_available() else self)
 
     def __len__(self) -> int: return len(self.src)
 
@@ -110,11 +113,12 @@ def generator(*names: int) -> np.random.Generator: # the same for the same numbe
     "Random numbers that depend on some numbers alone."
     return np.random.default_rng(random.Random(' '.join(map(str, names))).getrandbits(64))
 
-def round_up(widths: np.ndarray, multiple: int) -> np.ndarray: return (widths.astype(np.int64) + multiple - 1)//multiple*multiple
+def round_up(widths: np.ndarray, multiple: int) -> np.ndarray:
+    return (widths.astype(np.int64) + multiple - 1)//multiple*multiple
 
 # %% ../nbs/13_batches.ipynb #23-33b2cfx
 def token_batches(
-    lengths: Integer[np.ndarray, 'n 2'] | Sequence[tuple[int, int]], # (source, target) positions of each pair, special tokens included
+    lengths: Integer[np.ndarray, 'n 2'] | Sequence[tuple[int, int]], # (source, target) positions, with special tokens
     max_tokens: int,      # positions of a batch on its larger side, padding included, at most
     seed: int = 0,
     epoch: int = 0,       # each epoch has batches and an order of its own
@@ -161,7 +165,9 @@ def windows(
 
 # %% ../nbs/13_batches.ipynb #32-ff5641
 class BatchLoader:
-    "The batches of each epoch, a function of the seed and the epoch alone; of several processes, each gets its rows of every batch."
+    """The batches of each epoch, a function of the seed and the epoch alone;
+    of several processes, each gets its rows of every batch.
+    """
     def __init__(
         self,
         pairs: Sequence | Callable[[int], Sequence], # (source ids, target ids), or what makes these for an epoch
@@ -170,7 +176,7 @@ class BatchLoader:
         shuffle: bool = True, # False: shortest first, always the same: for validation
         rank: int = 0,        # which process this is, ...
         world: int = 1,       # ... of how many
-        multiple: int = 1,    # more than 1: few shapes, each side as wide as the next multiple, rows of PAD where some are missing
+        multiple: int = 1,    # more than 1: few shapes, each side as wide as the next multiple, missing rows are PAD
     ):
         if not 0 <= rank < world: raise ValueError(f'rank={rank} is not in [0, {world}), the ranks of world={world}')
         self.source, self.max_tokens, self.seed, self.shuffle = pairs, max_tokens, seed, shuffle
@@ -182,18 +188,23 @@ class BatchLoader:
         if self.drawn is not None and (self.drawn == epoch or not callable(self.source)): return
         self.pairs = self.source(epoch) if callable(self.source) else self.source
         lengths = getattr(self.pairs, 'lengths', None)
-        if lengths is None: lengths = np.array([(len(src) + 1, len(tgt) + 1) for src, tgt in self.pairs], dtype=np.int32)
+        if lengths is None:
+            lengths = np.array([(len(src) + 1, len(tgt) + 1) for src, tgt in self.pairs], dtype=np.int32)
         self.lengths, self.drawn = check_lengths(lengths, self.max_tokens, self.multiple), epoch
         self.n_batches = None
 
     def __len__(self) -> int:
-        "Batches of the epoch that was last asked for, at first of epoch 0; with windows, other epochs may have a few more or fewer."
+        """Batches of the epoch that was last asked for, at first of epoch 0;
+        with windows, other epochs may have a few more or fewer.
+        """
         if self.drawn is None: self.draw(0)
         if self.n_batches is None: self.n_batches = sum(len(cut_points(self.widths(part), self.max_tokens)) - 1
                                                         for part in self.windows(self.drawn))
         return self.n_batches
 
-    def windows(self, epoch: int) -> Iterator[np.ndarray]: return windows(len(self.lengths), self.seed, epoch, self.shuffle)
+    def windows(self, epoch: int) -> Iterator[np.ndarray]:
+        return windows(len(self.lengths), self.seed, epoch, self.shuffle)
+
     def widths(self, rows: np.ndarray) -> np.ndarray: return round_up(np.sort(self.lengths[rows].max(1)), self.multiple)
 
     def index_batches(
@@ -203,7 +214,8 @@ class BatchLoader:
         "Which pairs make up each batch, all processes together."
         self.draw(epoch)
         for k, part in enumerate(self.windows(epoch)):
-            for rows in token_batches(self.lengths[part], self.max_tokens, self.seed, epoch, self.shuffle, self.multiple, k):
+            for rows in token_batches(self.lengths[part], self.max_tokens, self.seed, epoch, self.shuffle,
+                                      self.multiple, k):
                 yield part[rows]
 
     def epoch(
@@ -230,7 +242,9 @@ def encode_pairs(
     langs: Sequence[str],       # (source language, target language)
     max_len: int | None = None, # positions that the model has; None: no limit
 ) -> list[tuple[list[int], list[int]]]: # (source ids, target ids), without special tokens
-    "Texts to ids. What is longer than the model can read is cut, with a warning; ValueError for a limit that leaves no room."
+    """Texts to ids. What is longer than the model can read is cut, with a warning;
+    ValueError for a limit that leaves no room.
+    """
     if max_len is not None and max_len < 2: raise ValueError(f'max_len={max_len} leaves no room beside EOS or BOS')
     src, tgt = (tokenizer.encode_batch([pair[side] for pair in pairs], lang) for side, lang in enumerate(langs))
     if max_len is None: return list(zip(src, tgt))

@@ -65,7 +65,8 @@ def build(
     "A new model of these settings. Raises ValueError for settings of no model."
     for settings, model in MODELS.items():
         if isinstance(config, settings): return model(config)
-    raise ValueError(f'{type(config).__name__} is no class of settings: choose {" or ".join(kind.__name__ for kind in MODELS)}')
+    raise ValueError(f'{type(config).__name__} is no class of settings: '
+                     f'choose {" or ".join(kind.__name__ for kind in MODELS)}')
 
 def read_config(
     fields: dict, # of a `config.json`
@@ -117,7 +118,8 @@ def write_state(
 def load_state(path: Path) -> dict:
     "What `write_state` wrote: numbers and their names. Raises ValueError for anything else, and runs none of it."
     try: state = torch.load(path, map_location='cpu', weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (RuntimeError, pickle.UnpicklingError, EOFError,
+            ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(f'{path} is damaged, or holds more than numbers and names; nothing of it was run') from error
     if not isinstance(state, dict) or 'optimizer' not in state: raise ValueError(f'{path} is not the state of a run')
     return state
@@ -150,7 +152,8 @@ def verify(folder: Path) -> None:
     for name, of in listed.items():
         if not (folder / name).is_file(): raise ValueError(f'{folder}/{name} is missing')
         found = fingerprint(folder / name)
-        if found['size'] != of['size']: raise ValueError(f'{folder}/{name} has {found["size"]} bytes and should have {of["size"]}')
+        if found['size'] != of['size']:
+            raise ValueError(f'{folder}/{name} has {found["size"]} bytes and should have {of["size"]}')
         if found != of: raise ValueError(f'{folder}/{name} is damaged: its SHA-256 is not the one in manifest.json')
 
 # %% ../nbs/17_checkpoints.ipynb #26-76c6a3
@@ -222,7 +225,10 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     ema: AveragedModel | None = None,
 ) -> Progress:
-    "Put model, optimizer and moving average back to where `save_checkpoint` left them. Raises ValueError for a damaged one."
+    """Put model, optimizer and moving average back to where `save_checkpoint` left them.
+
+    Raises ValueError for a damaged one.
+    """
     folder = Path(folder)
     verify(folder)
     progress, state = load_progress(folder / 'progress.json'), load_state(folder / 'state.pt')
@@ -277,7 +283,8 @@ def keep(
     if last < 1: raise ValueError(f'last={last} must be a positive number: the newest checkpoint always stays')
     stay = {checkpoint_name(Progress(step)) for step in best}
     mend(out)
-    for left in (p for kind in ('partial', 'old') for p in (Path(out) / 'checkpoints').glob(f'step-*.{kind}')): shutil.rmtree(left)
+    for left in (p for kind in ('partial', 'old') for p in (Path(out) / 'checkpoints').glob(f'step-*.{kind}')):
+        shutil.rmtree(left)
     for folder in checkpoints(out)[:-last]:
         if folder.name not in stay: shutil.rmtree(folder.rename(folder.with_name(folder.name + '.partial')))
     for left in Path(out).glob('.' + 16 * '?' + '.tmp'): left.unlink() # of write_whole
@@ -325,7 +332,8 @@ def origin(folder: Path) -> dict:
         if not path.is_file(): continue
         try: told = json.loads(path.read_text('utf-8'))
         except ValueError as error: raise ValueError(f'{path} is damaged: {error}') from None
-        return dict(run=told) if path.name == 'run.json' else {key: told[key] for key in ('run', 'versions') if key in told}
+        return (dict(run=told) if path.name == 'run.json'
+                else {key: told[key] for key in ('run', 'versions') if key in told})
     return {}
 
 # %% ../nbs/17_checkpoints.ipynb #75-dd3cd8

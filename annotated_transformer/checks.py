@@ -72,7 +72,9 @@ class Report:
     ) -> 'Report': # itself
         "AssertionError with everything that failed, in one message."
         wrong = [f for f in self if f.passed is False or skipped and f.passed is None]
-        if wrong: raise AssertionError('\n'.join([f'{self.subject}: {len(wrong)} of {len(self)} do not hold', *map(str, wrong)]))
+        if wrong:
+            raise AssertionError('\n'.join([f'{self.subject}: {len(wrong)} of {len(self)} do not hold',
+                                            *map(str, wrong)]))
         return self
 
 # %% ../nbs/33_finding_bugs.ipynb #08-56a90a
@@ -86,11 +88,13 @@ def ask(
     "Put each question. An error is a failure in its own words; if `runs` fails, nothing after it can be tried."
     findings = []
     for name, (claim, attempt) in questions.items():
-        if any(f.name == 'runs' and f.passed is False for f in findings): passed, tried = None, "not before 'runs' holds"
+        if any(f.name == 'runs' and f.passed is False for f in findings):
+            passed, tried = None, "not before 'runs' holds"
         else:
             try: passed, tried = attempt()
             except Skip as skip: passed, tried = None, str(skip)
-            except Exception as error: passed, tried = False, f'{type(error).__name__}: {" ".join(str(error).split())[:200]}'
+            except Exception as error:
+                passed, tried = False, f'{type(error).__name__}: {" ".join(str(error).split())[:200]}'
         findings.append(Finding(name, claim, None if passed is None else bool(passed), tried))
     return Report(subject, findings)
 
@@ -116,7 +120,8 @@ class Probe:
     def ids(self, rows: int, length: int, v: int) -> Int[Tensor, "b n"]:
         "Random words, none of them padding, different within a row as far as there are enough."
         known = torch.tensor([i for i in range(v) if i != self.pad])
-        order = [known[torch.randperm(len(known), generator=self.generator)].repeat(-(-length//len(known)))[:length] for _ in range(rows)]
+        order = [known[torch.randperm(len(known), generator=self.generator)]
+                 .repeat(-(-length//len(known)))[:length] for _ in range(rows)]
         return torch.stack(order).to(self.device)
 
     def pair(self, rows: int = 2) -> tuple[Int[Tensor, "b n"], Int[Tensor, "b m"]]:
@@ -143,7 +148,8 @@ class Probe:
         "In evaluation, of the copy in 64 bits unless another is given."
         return (self.still if model is None else model)(src, tgt)
 
-    def loss(self, model: nn.Module, src: Int[Tensor, "b n"], tgt: Int[Tensor, "b m"], right: Int[Tensor, "b m"]) -> Float[Tensor, ""]:
+    def loss(self, model: nn.Module, src: Int[Tensor, "b n"], tgt: Int[Tensor, "b m"],
+             right: Int[Tensor, "b m"]) -> Float[Tensor, ""]:
         "Mean cross entropy; a model that gives log-probabilities loses the same."
         return F.cross_entropy(model(src, tgt).flatten(0, 1).float(), right.flatten())
 
@@ -154,7 +160,8 @@ class Probe:
         return far > self.least, f'{what}; moved {far:.1g}' + ' or more'*(far > 0)
 
 # %% ../nbs/33_finding_bugs.ipynb #15-d9ee5b
-QUESTIONS: dict[str, tuple[str, Callable]] = {} # of `check_transformer`: name to what ought to hold, and a function of a probe
+# of `check_transformer`: name to what ought to hold, and a function of a probe
+QUESTIONS: dict[str, tuple[str, Callable]] = {}
 
 def question(
     name: str,
@@ -176,14 +183,16 @@ def _runs(p):
     except Exception: # not all are made for 64 bits
         p.still = p.copy().eval()
         out = p.logits(*first)
-    if not isinstance(out, Tensor): return False, f'{type(out).__name__} came out: wrap the model so that it returns a tensor of logits'
+    if not isinstance(out, Tensor):
+        return False, f'{type(out).__name__} came out: wrap the model so that it returns a tensor of logits'
     p.v = p.v or out.size(-1)
     p.src_v = p.src_v or p.v
     p.tol = p.tol or (1e-7 if out.dtype == torch.float64 else 1e-4)
     p.least = 1e-10 if out.dtype == torch.float64 else p.tol
     out, wanted = p.logits(*p.pair()), (2, p.m, p.v)
     what = f'src (2, {p.n}), tgt (2, {p.m}) to {tuple(out.shape)}, {str(out.dtype).removeprefix("torch.")}'
-    return tuple(out.shape) == wanted and out.isfinite().all(), what + ('' if out.isfinite().all() else ', not all of them numbers')
+    return (tuple(out.shape) == wanted and out.isfinite().all(),
+            what + ('' if out.isfinite().all() else ', not all of them numbers'))
 
 @question('logits', 'scores, not probabilities')
 def _logits(p):
@@ -197,28 +206,31 @@ def _logits(p):
 def check_transformer(
     model: nn.Module, # (source ids, target ids) to logits or log-probabilities (b, m, v)
     *,
-    pad: int | None = 0,              # the id that fills short sentences up; None: there is none
-    vocab_size: int | None = None,    # words of the target; as many as there are logits unless given
+    pad: int | None = 0,           # the id that fills short sentences up; None: there is none
+    vocab_size: int | None = None, # words of the target; as many as there are logits unless given
     src_vocab_size: int | None = None, # words of the source; as many as the target's unless given
     lengths: tuple[int, int] = (6, 5), # tokens of source and target to try with; the model needs room for 3 more
-    positions: str = 'absolute',      # 'relative' if only distances are known (inside attention), 'none'
-    dropout: bool = True,             # False: the model is meant to have none
-    trained: bool = False,            # True: these are not the weights that it starts with
-    without_positions: Callable | None = None, # the same model without positions, if its modules do not say which they are
+    positions: str = 'absolute',   # 'relative' if only distances are known (inside attention), 'none'
+    dropout: bool = True,          # False: the model is meant to have none
+    trained: bool = False,         # True: these are not the weights that it starts with
+    without_positions: Callable | None = None, # the same model without positions, if no module is named after them
     make: Callable[[], nn.Module] | None = None, # a new model of the same kind, for its state to be loaded into
     append_padding: Callable | None = None, # (ids, k) to ids with k more places; `pad` on the right unless given
-    tol: float | None = None,         # what counts as no difference, in units of the logits' spread; 1e-7, in 32 bits 1e-4
-    steps: int = 200,                 # updates in which a batch must be learned by heart, for each of two rates
-    only: Iterable[str] = (),         # names of `QUESTIONS` to be asked; all of them by default
+    tol: float | None = None,      # what counts as no difference, in units of the logits' spread; 1e-7, in 32 bits 1e-4
+    steps: int = 200,              # updates in which a batch must be learned by heart, for each of two rates
+    only: Iterable[str] = (),      # names of `QUESTIONS` to be asked; all of them by default
 ) -> Report:
     "Put all `QUESTIONS` to a model, through copies. ValueError for unknown `positions` or questions."
     if positions not in ('absolute', 'relative', 'none'):
         raise ValueError(f"positions={positions!r} is unknown: choose 'absolute', 'relative' or 'none'")
-    if unknown := set(only) - set(QUESTIONS): raise ValueError(f'no question is called {sorted(unknown)}: there are {", ".join(QUESTIONS)}')
+    if unknown := set(only) - set(QUESTIONS):
+        raise ValueError(f'no question is called {sorted(unknown)}: there are {", ".join(QUESTIONS)}')
     probe = Probe(model, pad, vocab_size, src_vocab_size, lengths, append_padding, tol)
-    for name, value in dict(positions=positions, dropout=dropout, trained=trained, make=make, steps=steps, without_positions=without_positions).items():
+    for name, value in dict(positions=positions, dropout=dropout, trained=trained, make=make, steps=steps,
+                            without_positions=without_positions).items():
         setattr(probe, name, value)
-    wanted = {name: (claim, lambda f=f: f(probe)) for name, (claim, f) in QUESTIONS.items() if not only or name in only or name == 'runs'}
+    wanted = {name: (claim, lambda f=f: f(probe)) for name, (claim, f) in QUESTIONS.items()
+              if not only or name in only or name == 'runs'}
     with torch.random.fork_rng(devices=[probe.device] if probe.device.type == 'cuda' else []):
         torch.manual_seed(0)
         return ask(type(model).__name__, wanted)
@@ -261,7 +273,9 @@ def _target_padding(p):
 @question('batch mates', 'they do not matter')
 def _batch_mates(p):
     (src, tgt), rows = p.pair(3), range(3)
-    def far(model): return apart(p.logits(src, tgt, model), torch.cat([p.logits(src[i:i+1], tgt[i:i+1], model) for i in rows]))
+    def far(model):
+        return apart(p.logits(src, tgt, model),
+                     torch.cat([p.logits(src[i:i+1], tgt[i:i+1], model) for i in rows]))
     alone, model = far(p.still), copy.deepcopy(p.still)
     with undropped(model):
         noise = apart(p.logits(src, tgt, model), p.logits(src, tgt, model))
@@ -357,11 +371,13 @@ def _without_positions(p):
     def far(model):
         base = p.logits(src, tgt, model)
         return max(apart(base, p.logits(other, tgt, model)) for other in _orders(src))
-    if p.without_positions is not None: return p.same(far(p.without_positions), 'source backwards, and passed on', 1e-4) # in 32 bits, maybe
+    if p.without_positions is not None:
+        return p.same(far(p.without_positions), 'source backwards, and passed on', 1e-4) # in 32 bits, maybe
     with positions_off(p.still) as names:
         if not names and p.positions != 'none':
             raise Skip('no module is named after positions: hand in without_positions=, the same model without them')
-        return p.same(far(p.still), f'backwards, and passed on; off: {", ".join(names[:2]) or "nothing"}' + ', …'*(len(names) > 2))
+        return p.same(far(p.still), f'backwards, and passed on; off: {", ".join(names[:2]) or "nothing"}'
+                                    + ', …'*(len(names) > 2))
 
 # %% ../nbs/33_finding_bugs.ipynb #32-846d31
 def leaves(
@@ -377,7 +393,8 @@ def leaves(
         todo += [n for n, _ in node.next_functions]
     return list(found.values())
 
-KEY_BIAS = re.compile(r'(^|[._])k(ey)?(_?(proj|lin(ear)?|layer))?\.bias$')  # softmax takes no notice of it: its gradient is 0 by nature
+# softmax takes no notice of it: its gradient is 0 by nature
+KEY_BIAS = re.compile(r'(^|[._])k(ey)?(_?(proj|lin(ear)?|layer))?\.bias$')
 
 # %% ../nbs/33_finding_bugs.ipynb #02a231a6
 @question('gradients', 'they reach every parameter')
@@ -390,7 +407,8 @@ def _gradients(p):
             model.zero_grad()
             p.loss(model, src, tgt, right).backward()
             trained = {name: q for name, q in model.named_parameters() if q.requires_grad}
-            empty = {name for name, q in trained.items() if q.grad is None or not q.grad.any() and not KEY_BIAS.search(name)}
+            empty = {name for name, q in trained.items()
+                     if q.grad is None or not q.grad.any() and not KEY_BIAS.search(name)}
             missed = empty if missed is None else missed & empty
             if not missed: break
             optimizer.step()
@@ -405,7 +423,9 @@ def _parameters(p):
     out = model(src, tgt)
     stray = [t for t in leaves(out.sum()) if id(t) not in known]
     shapes = ', '.join(str(tuple(t.shape)) for t in stray[:4])
-    return not stray, f'{len(known)} parameters' + (f'; the loss also reaches {len(stray)} tensors that are none of them: {shapes}' if stray else ', and nothing else')
+    return not stray, f'{len(known)} parameters' + (
+        f'; the loss also reaches {len(stray)} tensors that are none of them: {shapes}' if stray
+        else ', and nothing else')
 
 # %% ../nbs/33_finding_bugs.ipynb #33-4644d8
 @question('state dict', 'it holds all that matters')
@@ -427,10 +447,12 @@ def _device(p):
     src, tgt = p.pair()
     model = copy.deepcopy(p.still).to('meta')
     try:
-        with undropped(model): model(src.to('meta'), tgt.to('meta')) # in evaluation, torch's own layers look into their masks
+        # in evaluation, torch's own layers look into their masks
+        with undropped(model): model(src.to('meta'), tgt.to('meta'))
     except Exception as error:
         words = ' '.join(str(error).split())[:160]
-        if re.search(r'same device|on device cpu|is on cpu|device meta|expected device', words, re.I) and 'meta tensor' not in words:
+        if (re.search(r'same device|on device cpu|is on cpu|device meta|expected device', words, re.I)
+                and 'meta tensor' not in words):
             return False, f'moved to another device, it meets something that stayed behind: {words}'
         raise Skip(f'the model looks into its numbers on the way, so it cannot be tried without data: {words[:80]}')
     return True, 'called on the meta device, which holds no data'
@@ -489,7 +511,8 @@ def _mixed_precision(p):
             continue
         wrong = [name for name, q in model.named_parameters() if q.grad is not None and not q.grad.isfinite().all()]
         tried.append(name)
-        if not loss.isfinite() or wrong: return False, f'{name}: loss {loss.item():.2f}, {len(wrong)} gradients that are no numbers'
+        if not loss.isfinite() or wrong:
+            return False, f'{name}: loss {loss.item():.2f}, {len(wrong)} gradients that are no numbers'
     if not tried: raise Skip('this device has no arithmetic in 16 bits')
     return True, f'loss and gradients in {" and ".join(tried)}'
 
@@ -521,10 +544,12 @@ class _Attention:
     def __init__(self, attend, d_v, heads, blind):
         self.attend, self.blind, self.make_mask = attend, blind, None
         lead, generator = ((2, 3) if heads else (2,)), torch.Generator().manual_seed(0)
-        self.qkv = [torch.randn(*lead, *size, generator=generator, dtype=torch.float64) for size in ((5, 4), (7, 4), (7, d_v))]
+        self.qkv = [torch.randn(*lead, *size, generator=generator, dtype=torch.float64)
+                    for size in ((5, 4), (7, 4), (7, d_v))]
         look = torch.rand(*lead, 5, 7, generator=generator) < 0.6
         look[..., 0] |= ~look.any(-1)
-        self.looks = {'one for each query': look, 'one for each sentence': look[..., :1, :], 'one for all': look[:1, ..., :, :]}
+        self.looks = {'one for each query': look, 'one for each sentence': look[..., :1, :],
+                      'one for all': look[:1, ..., :, :]}
         if heads: self.looks['one for all'] = look[:1, :1]
 
     def outputs(self, query, key, value, mask=None):
@@ -544,22 +569,27 @@ class _Attention:
     def mask(self):
         far = {}
         for meaning, make in MEANINGS.items():
-            try: far[meaning] = max(apart(_equation_1(*self.qkv, look), self.outputs(*self.qkv, make(look))) for look in self.looks.values())
+            try:
+                far[meaning] = max(apart(_equation_1(*self.qkv, look), self.outputs(*self.qkv, make(look)))
+                                   for look in self.looks.values())
             except Exception: far[meaning] = math.inf  # not every attention takes every kind
         best = min(far, key=far.get)
         if far[best] < 1e-4: self.make_mask = MEANINGS[best]
-        return far[best] < 1e-4, f'{best}; off by {far[best]:.1g}' if far[best] < math.inf else 'no kind of mask gives numbers'
+        return (far[best] < 1e-4,
+                f'{best}; off by {far[best]:.1g}' if far[best] < math.inf else 'no kind of mask gives numbers')
 
     def hidden(self):
         if self.make_mask is None: raise Skip('the mask must be understood first')
         (query, key, value), look = self.qkv, self.looks['one for each sentence']
         loud = [x.masked_fill(~look.mT, 1e4) for x in (key, value)]
-        far = apart(self.outputs(query, key, value, self.make_mask(look)), self.outputs(query, *loud, self.make_mask(look)))
+        far = apart(self.outputs(query, key, value, self.make_mask(look)),
+                    self.outputs(query, *loud, self.make_mask(look)))
         return far < 1e-4, f'keys and values of 10,000 put there: off by {far:.1g}'
 
     def weights(self):
         result = self.attend(*self.qkv, None)
-        if not isinstance(result, tuple) or result[1] is None: raise Skip('no weights are returned: (outputs, weights) would be looked at')
+        if not isinstance(result, tuple) or result[1] is None:
+            raise Skip('no weights are returned: (outputs, weights) would be looked at')
         far = (result[1].sum(-1) - 1).abs().max().item()
         return far < 1e-4, f'sums are off by {far:.1g}'
 
@@ -585,7 +615,8 @@ class _Attention:
         return True, ' and '.join(tried)
 
     def nowhere(self):
-        if not self.blind: raise Skip('many give NaN here, by definition 0/0; hand in blind=True if yours should give zeros')
+        if not self.blind:
+            raise Skip('many give NaN here, by definition 0/0; hand in blind=True if yours should give zeros')
         if self.make_mask is None: raise Skip('the mask must be understood first')
         look = self.looks['one for each query'].clone()
         look[..., 2, :] = False
@@ -631,7 +662,8 @@ class Sines(torch.overrides.TorchFunctionMode):
 
     def __enter__(self):
         for module in filter(None, map(sys.modules.get, ('math', 'numpy'))):
-            for name in ('sin', 'cos'): self.stack.enter_context(patch.object(module, name, self._counting(getattr(module, name))))
+            for name in ('sin', 'cos'):
+                self.stack.enter_context(patch.object(module, name, self._counting(getattr(module, name))))
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -680,7 +712,8 @@ class _Positions:
 
     def formula(self):
         if not self.sinusoidal: raise Skip('hand in sinusoidal=True to have it compared with section 3.5')
-        at = torch.arange(self.n, dtype=torch.float64)[:, None] / 10000**(torch.arange(0, self.d, 2, dtype=torch.float64) / self.d)
+        at = (torch.arange(self.n, dtype=torch.float64)[:, None]
+              / 10000**(torch.arange(0, self.d, 2, dtype=torch.float64) / self.d))
         theirs, p = torch.cat([at.sin(), at.cos()], 1), self.table(self.n)[0].double()
         far = torch.cdist(theirs.T, p.T, p=math.inf)
         far = max(far.amin(0).max().item(), far.amin(1).max().item())
@@ -737,7 +770,8 @@ def _conventions(log_p, targets, smoothing, pad):
         q = smoothed_target(targets, smoothing, log_p.size(1), spread, pad)[counted]
         cross = -(q*log_p[counted]).sum(-1)
         for kind, loss in (('cross entropy', cross), ('divergence', cross + torch.special.xlogy(q, q).sum(-1))):
-            for how, value in (('sum', loss.sum()), ('mean', loss.sum()/counted.sum())): yield (spread, kind, how), value.item()
+            for how, value in (('sum', loss.sum()), ('mean', loss.sum()/counted.sum())):
+                yield (spread, kind, how), value.item()
 
 # %% ../nbs/33_finding_bugs.ipynb #63-8ab732
 class _Smoothing:
@@ -790,7 +824,8 @@ class _Smoothing:
         log_p = torch.full((7, 11), -1e4).scatter(1, (targets[:, None] + 1) % 11, 0.).requires_grad_()
         value = self.total(log_p, targets)
         value.backward()
-        return value.isfinite() and log_p.grad.isfinite().all(), f'odds of e to the 10,000 for a wrong word: {value.item():.3g}'
+        return (value.isfinite() and log_p.grad.isfinite().all(),
+                f'odds of e to the 10,000 for a wrong word: {value.item():.3g}')
 
     def saved(self):
         if self.dense: raise Skip('dense=True: a distribution for every target may be held')
@@ -832,8 +867,10 @@ class _Schedule:
     def at(self, step): return self.rates[round(step) - 1]
 
     def runs(self):
-        self.rates = [float(self.rate(s)) for s in range(1, 4*self.warmup + 1)] if callable(self.rate) else [float(r) for r in self.rate]
-        if len(self.rates) < 2*self.warmup: return False, f'{len(self.rates)} rates are too few to see a warm-up of {self.warmup}'
+        self.rates = ([float(self.rate(s)) for s in range(1, 4*self.warmup + 1)] if callable(self.rate)
+                      else [float(r) for r in self.rate])
+        if len(self.rates) < 2*self.warmup:
+            return False, f'{len(self.rates)} rates are too few to see a warm-up of {self.warmup}'
         good = all(0 < r < math.inf for r in self.rates)
         return good, f'{len(self.rates)} updates, from {min(self.rates):.2g} to {max(self.rates):.2g}'
 
@@ -859,7 +896,7 @@ class _Schedule:
 
 # %% ../nbs/33_finding_bugs.ipynb #68-17125e
 def check_schedule(
-    rate: Callable | Sequence[float], # update, counted from 1, to its rate; or the rates of the first updates, as they were
+    rate: Callable | Sequence[float], # update, counted from 1, to its rate; or the rates that the first updates had
     warmup: int,                      # updates on the way up, at least 10
     *,
     peak: float | None = None,        # the highest rate that is meant
@@ -891,7 +928,8 @@ class _Decoding:
     def runs(self):
         self.found = self.results(self.src)
         lengths = [len(ids) for ids, _ in self.found]
-        return len(lengths) == len(self.src), f'{len(self.src)} sentences to {len(lengths)} translations, of {min(lengths)} to {max(lengths)} words'
+        return (len(lengths) == len(self.src), f'{len(self.src)} sentences to {len(lengths)} translations, '
+                                               f'of {min(lengths)} to {max(lengths)} words')
 
     def ends(self):
         odd = sum(any(i in (self.pad, self.bos) for i in ids) or self.eos in ids[:-1] for ids, _ in self.found)
@@ -899,10 +937,14 @@ class _Decoding:
 
     @torch.no_grad()
     def log_probs(self, row, ids):
-        "Of every next word along a translation, from the model called anew for all of it; with and without what is never said."
-        src, read = self.src[row:row + 1, :int((self.src[row] != self.pad).sum())], torch.tensor([[self.bos, *ids]], device=self.src.device)
+        """Of every next word along a translation, from the model called anew for all of it;
+        with and without what is never said.
+        """
+        src, read = (self.src[row:row + 1, :int((self.src[row] != self.pad).sum())],
+                     torch.tensor([[self.bos, *ids]], device=self.src.device))
         try: logits = self.model(src, read)[0].double()
-        except (ValueError, IndexError, RuntimeError): logits = self.model(src, read[:, :-1])[0].double()  # no room for EOS
+        except (ValueError, IndexError, RuntimeError):             # no room for EOS
+            logits = self.model(src, read[:, :-1])[0].double()
         allowed = logits.clone()
         allowed[:, self.never] = -math.inf
         return allowed.log_softmax(-1), logits.log_softmax(-1)
@@ -916,10 +958,12 @@ class _Decoding:
             short = (log_p.amax(-1) - log_p[range(len(steps)), steps]).tolist()
             behind = max([behind, *short[:len(ids)]])
             cut += len(short) == len(ids) or short[-1] > 1e-3
-        return behind < 1e-3, f'at most {behind:.1g} behind the likeliest; {cut} of {len(self.found)} are cut off before EOS'
+        return (behind < 1e-3, f'at most {behind:.1g} behind the likeliest; '
+                               f'{cut} of {len(self.found)} are cut off before EOS')
 
     def score(self):
-        if any(told is None for _, told in self.found): raise Skip('let it return (ids, log-probability) of each sentence')
+        if any(told is None for _, told in self.found):
+            raise Skip('let it return (ids, log-probability) of each sentence')
         far = 0.
         for row, (ids, told) in enumerate(self.found):
             ids = [i for i in ids if i != self.eos]
@@ -931,11 +975,13 @@ class _Decoding:
     def alone(self):
         whole = self.texts(self.src)
         single = [self.texts(row[None, :int((row != self.pad).sum())])[0] for row in self.src]
-        return whole == single, f'{sum(a != b for a, b in zip(whole, single))} of {len(whole)} differ when translated alone'
+        return (whole == single, f'{sum(a != b for a, b in zip(whole, single))} of {len(whole)} differ '
+                                 'when translated alone')
 
     def order(self):
         whole, back = self.texts(self.src), self.texts(self.src.flip(0))[::-1]
-        return whole == back, f'{sum(a != b for a, b in zip(whole, back))} of {len(whole)} differ in a batch with its rows backwards'
+        return (whole == back, f'{sum(a != b for a, b in zip(whole, back))} of {len(whole)} differ '
+                               'in a batch with its rows backwards')
 
 # %% ../nbs/33_finding_bugs.ipynb #73-1f5d20
 def check_decoder(
@@ -979,12 +1025,17 @@ def check_batch(
     def ends():
         real = (tgt_out != pad).sum(1)
         last = tgt_out[range(len(real)), (real - 1).clamp(min=0)]
-        return (last == eos).all() and ((tgt_out == eos).sum(1) == 1).all(), f'{(last == eos).sum()} of {len(real)} targets end in EOS'
+        return ((last == eos).all() and ((tgt_out == eos).sum(1) == 1).all(),
+                f'{(last == eos).sum()} of {len(real)} targets end in EOS')
     def narrow():
         spare = [int((ids == pad).all(0).sum()) for ids in (src, tgt_out)]
-        return not any(spare), f'columns of nothing but padding: {spare[0]} of {src.size(1)} and {spare[1]} of {tgt_out.size(1)}'
-    return ask('batch', {'shifted': ('what is said at a place is read at the next', shifted), 'begins': ('BOS is read first, and never said', begins),
-                         'ends': ('the last word to say is EOS', ends), 'narrow': ('no column is all padding', narrow)})
+        return (not any(spare), 'columns of nothing but padding: '
+                                f'{spare[0]} of {src.size(1)} and {spare[1]} of {tgt_out.size(1)}')
+    return ask('batch', {
+        'shifted': ('what is said at a place is read at the next', shifted),
+        'begins': ('BOS is read first, and never said', begins),
+        'ends': ('the last word to say is EOS', ends),
+        'narrow': ('no column is all padding', narrow)})
 
 # %% ../nbs/33_finding_bugs.ipynb #78-90c405
 def check_vocabulary(
@@ -996,7 +1047,8 @@ def check_vocabulary(
     foreign = [word for word in words if word not in seen]
     twice = len(words) - len(set(words))
     return ask('vocabulary', {
-        'training': ('every word occurs in training', lambda: (not foreign, f'{len(foreign)} of {len(words)} do not' + f': {", ".join(foreign[:3])}'*bool(foreign))),
+        'training': ('every word occurs in training', lambda: (
+            not foreign, f'{len(foreign)} of {len(words)} do not' + f': {", ".join(foreign[:3])}'*bool(foreign))),
         'once': ('every word has one id', lambda: (not twice, f'{twice} words come again'))})
 
 # %% ../nbs/33_finding_bugs.ipynb #67729d9e
@@ -1006,16 +1058,20 @@ def check_averaging(
 ) -> Report:
     "Is it the mean of checkpoints (6.1), and does it leave them as they are?"
     generator = torch.Generator().manual_seed(0)
-    states = states or [{'a': torch.randn(3, 2, generator=generator), 'b': torch.randn(4, generator=generator)} for _ in range(3)]
+    states = states or [{'a': torch.randn(3, 2, generator=generator), 'b': torch.randn(4, generator=generator)}
+                        for _ in range(3)]
     before = [{k: x.clone() for k, x in state.items()} for state in states]
     def mean():
-        got, wanted = average(list(states)), {k: torch.stack([s[k].double() for s in before]).mean(0) for k in before[0]}
+        got, wanted = (average(list(states)),
+                       {k: torch.stack([s[k].double() for s in before]).mean(0) for k in before[0]})
         far = max(apart(wanted[k], got[k].double()) for k in wanted)
         return set(got) == set(wanted) and far < 1e-4, f'{len(states)} checkpoints: off by {far:.1g}'
     def untouched():
         changed = sum(not torch.equal(x, s[k]) for s, old in zip(states, before) for k, x in old.items())
         return not changed, f'{changed} of their tensors are changed'
-    return ask(getattr(average, '__name__', 'average'), {'mean': ('the mean of each weight', mean), 'untouched': ('the checkpoints stay as they are', untouched)})
+    return ask(getattr(average, '__name__', 'average'), {
+        'mean': ('the mean of each weight', mean),
+        'untouched': ('the checkpoints stay as they are', untouched)})
 
 def check_accumulation(
     backward: Callable, # (model, batches): leaves the gradients of one update from several batches on the parameters

@@ -14,11 +14,13 @@ from typing import Annotated, Literal
 
 import tyro
 
-from .checkpoints import Progress, average_checkpoints, best_steps, checkpoint_name, checkpoints, read_log
+from .checkpoints import (
+    Progress, average_checkpoints, best_steps, checkpoint_name, checkpoints, read_log)
 from .corpora import CorpusConfig, load_corpus, stream_lines, zip_lines
 from .decoding import DecodingConfig
 from .distributed import join, part
-from .recipe import RunConfig, default_run, evaluate, phenomenon_scores, recipe_for, train_translator
+from .recipe import (
+    RunConfig, default_run, evaluate, phenomenon_scores, recipe_for, train_translator)
 from .scoring import Scores, brief, plot_groups, report
 from .transformer import TransformerConfig
 from .translator import SHIPPED, Translator, decoding_of
@@ -32,45 +34,53 @@ class TransformerRun(RunConfig):
 
 @dataclass(frozen=True)
 class Train:
-    "Train a translator. Unless told otherwise the settings are the corpus' recipe; a run goes on where it was, a finished one too when a limit (--max-...) is moved."
+    """Train a translator. Unless told otherwise the settings are the corpus' recipe;
+    a run goes on where it was, a finished one too when a limit (--max-...) is moved.
+    """
     run: TransformerRun
     out: Path = Path('runs/toy-ende') # the run's folder: log, checkpoints, trained model
-    recipe: str = ''        # settings by name: copy, toy-ende, multi30k-en-de, multi30k-de-en, multi30k-en-fr or wmt14-en-de
-    preset: str = ''        # sizes of the model: mini, tiny, base, big or another row of Table 3
+    recipe: str = '' # settings by name: copy, toy-ende, multi30k-en-de, multi30k-de-en, multi30k-en-fr or wmt14-en-de
+    preset: str = '' # sizes of the model: mini, tiny, base, big or another row of Table 3
     overwrite: bool = False # start anew, whatever run the folder holds
 
     def __call__(self) -> None:
         world = join() # alone, or one of the processes that torchrun started (page 41)
         try: translator = train_translator(self.run, self.out, self.overwrite, world=world)
         except KeyboardInterrupt as error:
-            raise error if str(error) else KeyboardInterrupt(f'the same command goes on from the last checkpoint in {self.out}') from None
+            raise error if str(error) else KeyboardInterrupt(
+                f'the same command goes on from the last checkpoint in {self.out}') from None
         finally: part(world)
-        if world.leader: print(f"{self.out}: {translator.training['progress']['step']} steps, "
-                               f"{translator.training['progress']['minutes']:.1f} minutes; val: {Scores(**translator.training['val'])}")
+        if world.leader:
+            print(f"{self.out}: {translator.training['progress']['step']} steps, "
+                  f"{translator.training['progress']['minutes']:.1f} minutes; "
+                  f"val: {Scores(**translator.training['val'])}")
 
 # %% ../nbs/42_command_line.ipynb #07-12601d
 PICTURES = '.png', '.svg', '.pdf'
 
 @dataclass(frozen=True)
 class Evaluate:
-    "Score a model on a split of a corpus, or the translations in a file: BLEU, chrF, how sure they are, and by length of sentence."
+    """Score a model on a split of a corpus, or the translations in a file:
+    BLEU, chrF, how sure they are, and by length of sentence.
+    """
     corpus: CorpusConfig
     decoding: DecodingConfig
-    model: Path | None = None       # a folder that `train` wrote; unless given, the toy EN-DE model that comes with the package
+    model: Path | None = None       # a folder that `train` wrote; unless given, the toy EN-DE model of the package
     split: str = 'test'             # which part of the corpus; unless told otherwise, of the one it was trained on
     translations: Path | None = None # instead of a model: some system's translations, one a line, ...
     references: Path | None = None  # ... and what they are compared with, line by line; --pair says the languages
     against: Path | None = None     # a second system's translations of the same sentences: is the difference chance?
-    tokenized_references: Path | None = None # references lower-cased and tokenised by others, for the older papers' number alone
+    tokenized_references: Path | None = None # references lower-cased, tokenised by others, for older papers' BLEU alone
     samples: int = 1000             # draws of the bootstrap for intervals and p-values; 0: none
     json: bool = False              # print all figures as one JSON object
     output: Path | None = None      # write the translations there, one a line
-    plot: Path | None = None        # draw BLEU by length of sentence, on toy EN-DE by phenomenon too: a .png, .svg or .pdf file
+    plot: Path | None = None        # draw BLEU by sentence length, on toy EN-DE by phenomenon too: a .png, .svg or .pdf
 
     def __call__(self) -> None:
         if (self.translations is None) != (self.references is None):
             raise ValueError('--translations and --references go together: one is missing')
-        if self.plot and self.plot.suffix not in PICTURES: raise ValueError(f'{self.plot} names no kind of picture: end it in {", ".join(PICTURES)}')
+        if self.plot and self.plot.suffix not in PICTURES:
+            raise ValueError(f'{self.plot} names no kind of picture: end it in {", ".join(PICTURES)}')
         name, translations, references, figures, groups = self.given() if self.translations else self.translated()
         against, older = (path and same_lines(path, references) for path in (self.against, self.tokenized_references))
         found = report(translations, references, self.corpus.langs[1], self.samples, against, older) | figures
@@ -81,7 +91,8 @@ class Evaluate:
 
     def given(self):
         "Translations that are there already: nothing is known of how they were made."
-        pairs = zip_lines(list(stream_lines(self.translations)), list(stream_lines(self.references)), (self.translations, self.references))
+        pairs = zip_lines(list(stream_lines(self.translations)), list(stream_lines(self.references)),
+                          (self.translations, self.references))
         return str(self.translations), *map(list, zip(*pairs)), {}, {}
 
     def translated(self):
@@ -89,7 +100,8 @@ class Evaluate:
         folder = self.model or SHIPPED
         translator, corpus = Translator.load(folder), load_corpus(self.corpus)
         if corpus.langs != tuple(translator.tokenizer.langs):
-            raise ValueError(f'{folder} translates {"-".join(translator.tokenizer.langs)}, not {"-".join(corpus.langs)}')
+            raise ValueError(f'{folder} translates {"-".join(translator.tokenizer.langs)}, '
+                             f'not {"-".join(corpus.langs)}')
         sources, references = map(list, zip(*corpus[self.split]))
         began = time.monotonic()
         translations = translator.translate(sources, progress_bar=not self.json, **asdict(self.decoding))
@@ -98,13 +110,15 @@ class Evaluate:
         figures = dict(perplexity=translator.perplexity(sources, references), seconds=round(seconds, 2),
                        sentences_per_second=round(len(sources)/seconds, 2), tokens_per_second=round(tokens/seconds, 1))
         toy = corpus.name == 'toy-ende' and corpus.langs == ('en', 'de')
-        return f'{corpus.name} {self.split}', translations, references, figures, phenomenon_scores(self.split, translations) if toy else {}
+        return (f'{corpus.name} {self.split}', translations, references, figures,
+                phenomenon_scores(self.split, translations) if toy else {})
 
 # %% ../nbs/42_command_line.ipynb #10-59c923
 def same_lines(path: Path, references: list[str]) -> list[str]:
     "The lines of a file. Raises ValueError unless they are as many as the references."
     lines = list(stream_lines(path))
-    if len(lines) != len(references): raise ValueError(f'{path} has {len(lines)} lines, and there are {len(references)} references')
+    if len(lines) != len(references):
+        raise ValueError(f'{path} has {len(lines)} lines, and there are {len(references)} references')
     return lines
 
 def in_words(name: str, found: dict) -> str:
@@ -112,23 +126,33 @@ def in_words(name: str, found: dict) -> str:
     scores = Scores(**{key: found[key] for key in Scores.__dataclass_fields__})
     lines = [f'{name}: {scores}', f'    {scores.length_ratio:.3f} words for each word of the references']
     if 'bleu_mean' in found:
-        lines.append(f'    95 % of test sets like this one: BLEU {found["bleu_mean"]:.2f} ± {found["bleu_half_width"]:.2f} ({found["bleu_interval_signature"]})')
+        lines.append('    95 % of test sets like this one: '
+                     f'BLEU {found["bleu_mean"]:.2f} ± {found["bleu_half_width"]:.2f} '
+                     f'({found["bleu_interval_signature"]})')
     if 'against_bleu' in found:
         chance = f', p = {found["p_value"]:.4f} (paired bootstrap)' if 'p_value' in found else ''
         lines.append(f'    the other system: BLEU {found["against_bleu"]:.2f}{chance}')
-    if 'perplexity' in found: lines += [f'    perplexity {found["perplexity"]:.2f} per token', f'    {found["seconds"]} seconds: '
-        f'{found["sentences_per_second"]} sentences, {found["tokens_per_second"]} target tokens a second']
+    if 'perplexity' in found:
+        lines += [f'    perplexity {found["perplexity"]:.2f} per token',
+                  f'    {found["seconds"]} seconds: {found["sentences_per_second"]} sentences, '
+                  f'{found["tokens_per_second"]} target tokens a second']
     for key, title in (('by_length', 'words of the reference'), ('by_phenomenon', 'sentences that show')):
-        if key in found: lines += [f'    {title}:'] + [f'        {group:<24} BLEU {part["bleu"]:6.2f} on {part["sentences"]} sentences'
-                                                      for group, part in found[key].items()]
-    return '\n'.join([*lines, f'    as older papers count, not to be compared with any of the above: BLEU {found["lowercased_tokenized_bleu"]:.2f} '
+        if key in found:
+            lines += [f'    {title}:'] + [
+                f'        {group:<24} BLEU {part["bleu"]:6.2f} on {part["sentences"]} sentences'
+                for group, part in found[key].items()]
+    return '\n'.join([*lines, '    as older papers count, not to be compared with any of the above: '
+                              f'BLEU {found["lowercased_tokenized_bleu"]:.2f} '
                               f'({found["lowercased_tokenized_signature"]})'])
 
 def draw(path: Path, name: str, found: dict) -> None:
     "The figures of `evaluate` by length, and by phenomenon if there are any, as a picture."
     from matplotlib.figure import Figure
-    groups = {title: {group: Scores(part['bleu'], '', part['chrf'], '', part['sentences']) for group, part in found[key].items()}
-              for key, title in (('by_length', 'by words of the reference'), ('by_phenomenon', 'by what sentences show')) if key in found}
+    groups = {title: {group: Scores(part['bleu'], '', part['chrf'], '', part['sentences'])
+                      for group, part in found[key].items()}
+              for key, title in (('by_length', 'by words of the reference'),
+                                 ('by_phenomenon', 'by what sentences show'))
+              if key in found}
     rows = [3 + len(scores) for scores in groups.values()]
     figure = Figure(figsize=(7, 0.3 * sum(rows)), dpi=80, layout='constrained')
     axes = figure.subplots(len(groups), squeeze=False, height_ratios=rows)[:, 0]
@@ -150,11 +174,12 @@ class Average:
     def __call__(self) -> None:
         found, kind = checkpoints(self.run), 'best' if self.best else 'last'
         if self.best:
-            wanted = [checkpoint_name(Progress(step)) for step in best_steps(read_log(self.run / 'log.jsonl'), self.monitor, self.n)]
+            wanted = [checkpoint_name(Progress(step))
+                      for step in best_steps(read_log(self.run / 'log.jsonl'), self.monitor, self.n)]
             found = [folder for folder in found if folder.name in wanted]
         if len(found) < self.n:
-            raise ValueError(f'{self.run} keeps {len(found)} of its {self.n} {kind} checkpoints: average fewer with --n, '
-                             'or train with a larger --average or --keep-best')
+            raise ValueError(f'{self.run} keeps {len(found)} of its {self.n} {kind} checkpoints: '
+                             'average fewer with --n, or train with a larger --average or --keep-best')
         out = average_checkpoints(found[-self.n:], self.out or self.run / f'averaged-{kind}-{self.n}')
         print(f'{out}: the mean of {", ".join(folder.name for folder in found[-self.n:])}')
 
@@ -164,12 +189,12 @@ class Translate:
     "Translate the sentences given, a file, or standard input line by line: one line out for each line in."
     decoding: DecodingConfig
     text: tyro.conf.Positional[tuple[str, ...]] = () # sentences; none: read --input, or standard input
-    model: Path | None = None       # a folder that `train` wrote; unless given, the toy EN-DE model that comes with the package
+    model: Path | None = None       # a folder that `train` wrote; unless given, the toy EN-DE model of the package
     input: Path | None = None       # a file of sentences, one a line
     output: Path | None = None      # a file for the translations, there when all are done; standard output unless given
     prefix: str = ''                # how every translation begins
-    on_error: Literal['warn', 'raise'] = 'warn' # a line that is not UTF-8: left empty, and told at the end; or nothing is translated further
-    max_tokens: int = 4096          # padded source tokens times beam size that are decoded at once: how much memory is used
+    on_error: Literal['warn', 'raise'] = 'warn' # a line not UTF-8: left empty and told at the end, or translating stops
+    max_tokens: int = 4096          # padded source tokens times beam size decoded at once: how much memory is used
 
     def __call__(self) -> None:
         if self.text and self.input: raise ValueError('give sentences or --input, not both')
@@ -178,11 +203,14 @@ class Translate:
             if self.input: source, total = stack.enter_context(open(self.input, 'rb')), count_lines(self.input)
             elif not source: source, ahead = iter(sys.stdin.buffer), 1 if sys.stdin.isatty() else 256
             translator = Translator.load(self.model or SHIPPED)
-            out = stack.enter_context(whole_file(self.output, 'x', encoding='utf-8', newline='\n')) if self.output else None
-            found = translator.translate_n_best(source, max_tokens=self.max_tokens, progress_bar=bool(out), on_error=self.on_error,
-                                                prefix=self.prefix or None, read_ahead=ahead, total=total, **asdict(self.decoding))
+            out = (stack.enter_context(whole_file(self.output, 'x', encoding='utf-8', newline='\n'))
+                   if self.output else None)
+            found = translator.translate_n_best(
+                source, max_tokens=self.max_tokens, progress_bar=bool(out), on_error=self.on_error,
+                prefix=self.prefix or None, read_ahead=ahead, total=total, **asdict(self.decoding))
             for number, ways in enumerate(found, 1):
-                lines = [way.text for way in ways] if self.decoding.n_best == 1 else [f'{number}\t{way.score:.4f}\t{way.text}' for way in ways]
+                lines = ([way.text for way in ways] if self.decoding.n_best == 1
+                         else [f'{number}\t{way.score:.4f}\t{way.text}' for way in ways])
                 for line in lines: print(line, file=out, flush=out is None)
 
 # %% ../nbs/42_command_line.ipynb #10-b31c93
@@ -198,7 +226,7 @@ def count_lines(path: Path) -> int:
 class Attention:
     "Write an interactive page of where every layer and head looks while one sentence is translated."
     text: str                       # the sentence
-    model: Path | None = None       # a folder that `train` wrote; unless given, the toy EN-DE model that comes with the package
+    model: Path | None = None       # a folder that `train` wrote; unless given, the toy EN-DE model of the package
     translation: str | None = None  # what the decoder is made to write; its own translation unless given
     out: Path = Path('attention.html') # the page
 
@@ -209,7 +237,9 @@ class Attention:
 # %% ../nbs/42_command_line.ipynb #22-d30671
 @dataclass(frozen=True)
 class ImportMarian:
-    "Make a model folder of a Marian or OPUS-MT model, as the Hugging Face Hub has them: needs annotated_transformer[marian]."
+    """Make a model folder of a Marian or OPUS-MT model, as the Hugging Face Hub has them:
+    needs annotated_transformer[marian].
+    """
     folder: tyro.conf.Positional[Path] # holds config.json, weights, source.spm, target.spm and vocab.json
     out: Path                          # the new folder, which evaluate and translate read like any other
 
@@ -219,7 +249,9 @@ class ImportMarian:
 
 @dataclass(frozen=True)
 class Export:
-    "Write a model folder in the format of another program: CTranslate2, which serves it fast, or Marian as transformers reads it."
+    """Write a model folder in the format of another program:
+    CTranslate2, which serves it fast, or Marian as transformers reads it.
+    """
     folder: tyro.conf.Positional[Path]      # a folder that `train` wrote
     to: Literal['ctranslate2', 'marian']    # ctranslate2 needs annotated_transformer[ctranslate2]
     out: Path                               # the new folder
@@ -229,12 +261,15 @@ class Export:
         from annotated_transformer.interop import export_ctranslate2, export_marian
         if self.to == 'ctranslate2': print(export_ctranslate2(self.folder, self.out, self.quantization))
         elif self.quantization == 'float32': print(export_marian(self.folder, self.out))
-        else: raise ValueError(f'--quantization {self.quantization} is for ctranslate2: a Marian folder has float32 weights')
+        else: raise ValueError(f'--quantization {self.quantization} is for ctranslate2: '
+                               'a Marian folder has float32 weights')
 
 # %% ../nbs/42_command_line.ipynb #13-d64ced
 @dataclass(frozen=True)
 class Demo:
-    "The whole story in minutes: train on toy EN-DE, translate sentences it never saw, score, draw where the decoder looked."
+    """The whole story in minutes:
+    train on toy EN-DE, translate sentences it never saw, score, draw where the decoder looked.
+    """
     out: Path = Path('runs/demo') # the run's folder, picture included
     overwrite: bool = False       # train again even if the folder holds a trained model
 
@@ -248,10 +283,13 @@ class Demo:
             print(f'\n{split}: {scores}')
             for name, part in phenomenon_scores(split, translations).items():
                 print(f'    {name:<24} BLEU {part.bleu:6.2f} on {part.sentences} sentences')
-        maps = translator.attention(max((src for src, _ in corpus['test'][:8]), key=len)) # the longest sentence shown above
-        ax = plot_attention(maps.cross[-1].mean(0), maps.tgt, maps.src, 'Last layer, mean of its heads: where the decoder looked')
+        # the longest sentence shown above
+        maps = translator.attention(max((src for src, _ in corpus['test'][:8]), key=len))
+        ax = plot_attention(maps.cross[-1].mean(0), maps.tgt, maps.src,
+                            'Last layer, mean of its heads: where the decoder looked')
         ax.figure.savefig(self.out / 'attention.png', dpi=120, bbox_inches='tight')
-        print(f"\nThe picture is {self.out / 'attention.png'}. Try:  annotated-transformer translate --model {self.out} 'The small dog sleeps.'")
+        print(f"\nThe picture is {self.out / 'attention.png'}. "
+              f"Try:  annotated-transformer translate --model {self.out} 'The small dog sleeps.'")
 
 def show(pairs: list[tuple[str, str]], translations: list[str], n: int = 8) -> None:
     "Sentences, their translations, and the reference where it differs."
@@ -281,19 +319,22 @@ def parse(args: list[str]):
     "The command that the arguments ask for, filled in. Raises ValueError that says what cannot be understood."
     asked = peek(args, 'corpus', 'preset', 'model', 'recipe')
     recipe = asked.get('recipe') or recipe_for(asked.get('corpus', 'toy-ende'))
-    train = Train(TransformerRun(**vars(default_run(None, asked.get('preset'), recipe))), Path('runs', asked.get('recipe') or asked.get('corpus', 'toy-ende')))
+    train = Train(TransformerRun(**vars(default_run(None, asked.get('preset'), recipe))),
+                  Path('runs', asked.get('recipe') or asked.get('corpus', 'toy-ende')))
     model = asked.get('model', SHIPPED)
     corpus = CorpusConfig() if 'corpus' in asked else own_corpus(model)
     decoding = decoding_of(made_of(model), Path(model) / 'training.json')
-    def command(cls, name, *default): return Annotated[cls, tyro.conf.subcommand(name, **{'default': d for d in default})]
+    def command(cls, name, *default):
+        return Annotated[cls, tyro.conf.subcommand(name, **{'default': d for d in default})]
     kinds = (command(Train, 'train', train) | command(Evaluate, 'evaluate', Evaluate(corpus, decoding))
-             | command(Average, 'average') | command(Translate, 'translate', Translate(decoding)) | command(Attention, 'attention')
-             | command(ImportMarian, 'import-marian') | command(Export, 'export') | command(Demo, 'demo', Demo()))
+             | command(Average, 'average') | command(Translate, 'translate', Translate(decoding))
+             | command(Attention, 'attention') | command(ImportMarian, 'import-marian')
+             | command(Export, 'export') | command(Demo, 'demo', Demo()))
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(tyro.conf.OmitArgPrefixes[tyro.conf.OmitSubcommandPrefixes[kinds]],
-                            args=args, prog='annotated-transformer', description='Attention Is All You Need, as a translator.')
+            return tyro.cli(tyro.conf.OmitArgPrefixes[tyro.conf.OmitSubcommandPrefixes[kinds]], args=args,
+                            prog='annotated-transformer', description='Attention Is All You Need, as a translator.')
     except SystemExit as e:
         if not e.code: raise # --help
         raise ValueError(said(errors.getvalue())) from None

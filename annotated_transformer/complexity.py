@@ -23,8 +23,13 @@ def local_mask(
     r: int, # how many of them each one sees, itself in the middle: odd
     device: torch.device | str | None = None,
 ) -> Bool[Tensor, "1 1 n n"]:
-    "Restricted self-attention (section 4) as a mask: True within the neighbourhood. ValueError unless `r` is odd and positive."
-    if r < 1 or r % 2 == 0: raise ValueError(f'r={r} must be odd and positive: a position stands in the middle of its neighbourhood')
+    """Restricted self-attention (section 4) as a mask: True within the neighbourhood.
+
+    ValueError unless `r` is odd and positive.
+    """
+    if r < 1 or r % 2 == 0:
+        raise ValueError(f'r={r} must be odd and positive: '
+                         'a position stands in the middle of its neighbourhood')
     place = torch.arange(n, device=device)
     return ((place[:, None] - place).abs() <= r // 2)[None, None]
 
@@ -40,8 +45,10 @@ def local_attention(
     missing = -n % s # positions that fill up the last block
     def blocks(x): return F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, s))        # (b, h, blocks, s, d)
     def around(x): return F.pad(x, (0, 0, s, s + missing)).unfold(2, 3*s, s).mT     # (b, h, blocks, 3s, d)
-    asked, seen = torch.arange(s, 2*s, device=key.device), torch.arange(3*s, device=key.device) # places within three blocks
-    place = torch.arange(-s, n + missing - s, s, device=key.device)[:, None] + seen # ... and in the sentence: nobody stands beyond its ends
+    # places within three blocks
+    asked, seen = torch.arange(s, 2*s, device=key.device), torch.arange(3*s, device=key.device)
+    # ... and in the sentence: nobody stands beyond its ends
+    place = torch.arange(-s, n + missing - s, s, device=key.device)[:, None] + seen
     mask = ((asked[:, None] - seen).abs() <= r // 2) & ((place >= 0) & (place < n))[:, None]
     return attention(blocks(query), around(key), around(value), mask[None, None])[0].flatten(2, 3)[:, :, :n]
 
@@ -65,7 +72,9 @@ def count_operations(
     "What torch's counter sees. Fused kernels, whose inside it does not, are replaced by plain ones meanwhile."
     with warnings.catch_warnings():
         warnings.simplefilter('ignore') # of the switch below, about processors that are not there
-        with torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter: f()
+        with (torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH),
+              FlopCounterMode(display=False) as counter):
+            f()
     return counter.get_total_flops()
 
 # %% ../nbs/05_why_self_attention.ipynb #18-05a019
@@ -91,7 +100,9 @@ def fitted_exponent(
     amounts: Sequence[float | int], # one for each size, positive
 ) -> float:
     "The p of amount ≈ c · size^p, by least squares on the logarithms. ValueError for fewer than two sizes."
-    if len(sizes) != len(amounts) or len(set(sizes)) < 2: raise ValueError(f'{len(sizes)} sizes and {len(amounts)} amounts: two different sizes at least, and an amount for each')
+    if len(sizes) != len(amounts) or len(set(sizes)) < 2:
+        raise ValueError(f'{len(sizes)} sizes and {len(amounts)} amounts: '
+                         'two different sizes at least, and an amount for each')
     x, y = (torch.tensor(numbers, dtype=torch.float64).log() for numbers in (sizes, amounts))
     return (torch.cov(torch.stack([x, y]))[0, 1] / x.var()).item()
 
@@ -136,7 +147,7 @@ def reached(
     return torch.stack([torch.autograd.grad(out, x, retain_graph=True)[0][0].abs().sum(-1) > 0 for out in outputs])
 
 def path_length(
-    after: Callable[[int], Callable], # from a number of layers, or of steps, to the function of x that they are together
+    after: Callable[[int], Callable], # from a number of layers, or steps, to the function of x that they are together
     x: Float[Tensor, "1 n d"],
     wanted: Bool[Tensor, "n n"] | None = None, # the pairs that count; all unless given
 ) -> int:
@@ -154,7 +165,8 @@ def held_bytes(
     kept = {}
     def keep(x):
         if not (isinstance(x, nn.Parameter) or x._base is not None and isinstance(x._base, nn.Parameter)):
-            kept[x.untyped_storage().data_ptr()] = (x.untyped_storage().nbytes(), x) # held on to, lest its place be taken by another
+            # held on to, lest its place be taken by another
+            kept[x.untyped_storage().data_ptr()] = (x.untyped_storage().nbytes(), x)
         return x
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x): result = f()
     return sum(size for size, _ in kept.values())

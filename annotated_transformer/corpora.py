@@ -43,11 +43,14 @@ class Corpus:
     name: str
     langs: tuple[str, str] # (source, target)
     splits: Mapping[str, Pairs | Callable[[], Iterable[tuple[str, str]]]] # the pairs of each split, or what makes them
-    dropped: dict[str, int] = field(default_factory=dict) # pairs that cleaning took out of `train`, by reason; known when it is read
+    dropped: dict[str, int] = field(default_factory=dict) # pairs cleaned out of `train`, by reason, once it is read
     made: dict[str, Iterable[tuple[str, str]]] = field(default_factory=dict, repr=False) # what has been asked for
 
     def __getitem__(self, split: str) -> Iterable[tuple[str, str]]:
-        "The pairs of a split: a list, or a `Stream` if they are too many for one. Raises ValueError, naming the known ones, for another."
+        """The pairs of a split: a list, or a `Stream` if they are too many for one.
+
+        Raises ValueError, naming the known ones, for another.
+        """
         if split not in self.splits:
             raise ValueError(f'corpus {self.name} has no split {split!r}: known are {", ".join(self.splits)}')
         if split not in self.made:
@@ -60,7 +63,10 @@ def stream_lines(
     path: str | Path,          # a UTF-8 text, gzipped if its name ends in .gz
     data: bytes | None = None, # what is in it, if that has been read already
 ) -> Iterator[str]:
-    "The lines of a text, one at a time. Raises OSError, or ValueError that names the file and the line of what is wrong."
+    """The lines of a text, one at a time.
+
+    Raises OSError, or ValueError that names the file and the line of what is wrong.
+    """
     path = Path(path)
     with open(path, 'rb') if data is None else io.BytesIO(data) as raw:
         number = 0
@@ -68,7 +74,8 @@ def stream_lines(
             for number, line in enumerate(gzip.open(raw) if path.suffix == '.gz' else raw, 1):
                 if number == 1: line = line.removeprefix(b'\xef\xbb\xbf')     # some editors put this mark before UTF-8
                 yield decode_line(line.removesuffix(b'\n').removesuffix(b'\r'), f'{path}, line {number}')
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error: raise ValueError(f'{path} is no whole gzip file: {error}') from None
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f'{path} is no whole gzip file: {error}') from None
     if not number: raise ValueError(f'{path} is empty')
 
 def decode_line(line: bytes, where: str) -> str:
@@ -107,7 +114,9 @@ class Seen:
 
     def new(self, texts: Sequence[str]) -> np.ndarray: # for each, whether it is its first time
         "Which of these were neither seen before nor stand further ahead among them."
-        digests = np.frombuffer(b''.join(hashlib.blake2b(text.encode('utf-8', 'replace'), digest_size=8).digest() for text in texts), np.uint64)
+        digests = np.frombuffer(
+            b''.join(hashlib.blake2b(text.encode('utf-8', 'replace'), digest_size=8).digest()
+                     for text in texts), np.uint64)
         first = np.zeros(len(texts), dtype=bool)
         first[np.unique(digests, return_index=True)[1]] = True
         at = np.searchsorted(self.digests, digests)
@@ -169,7 +178,8 @@ def check_some(n: int, name: str | Path, dropped: dict[str, int]) -> None:
     "Raises ValueError, saying where they went, if no pairs are left."
     if n: return
     others = ', '.join(f'{count} {reason}' for reason, count in dropped.items() if count and reason != 'blank')
-    raise ValueError(f'{name}: no pair has text on both sides' + (f' and passes the cleaning ({others} dropped)' if others else ''))
+    raise ValueError(f'{name}: no pair has text on both sides'
+                     + (f' and passes the cleaning ({others} dropped)' if others else ''))
 
 # %% ../nbs/11_corpora.ipynb #22-070941
 def table_rows(
@@ -311,7 +321,7 @@ ca3106f1a72390591d25f6c45cb4cd39dec4cd3f123e099748a3ce5256c160e9  val.fr.gz
 def read_multi30k(
     split: str,
     lang: str,
-    data_dir: str | Path | None = None,   # a folder with `split.lang.gz` or `split.lang`; None: the cache, or a download
+    data_dir: str | Path | None = None,   # a folder with `split.lang.gz` or `split.lang`; None: the cache or a download
     mirrors: Sequence[str] | None = None, # folders on the net; None: `MIRRORS`
 ) -> list[str]:
     "One side of a split. A gzipped file must have the known sum, any file the known number of lines: else ValueError."
@@ -366,7 +376,10 @@ def stream_files(src: str | Path, tgt: str | Path) -> Iterator[tuple[str, str]]:
         yield pair
 
 def stream_tsv(path: str | Path) -> Iterator[tuple[str, str]]:
-    "Pairs of a table. Whether its sentences are numbered, the first thousand rows say; ValueError names a later one that differs."
+    """Pairs of a table.
+
+    Whether its sentences are numbered, the first thousand rows say; ValueError names a later one that differs.
+    """
     rows = table_rows(stream_lines(path), path)
     first = list(islice(rows, 1000))
     numbered = all(is_numbered(row) for _, row in first)
@@ -415,20 +428,26 @@ def stream_wmt14(
     langs: tuple[str, str],
     data_dir: Path | None = None, # a folder that holds its files; without one they are downloaded and kept
 ) -> Iterator[tuple[str, str]]:
-    "Pairs of WMT 2014. Raises ImportError without the library `datasets`, FileNotFoundError for files that are not there."
+    """Pairs of WMT 2014.
+
+    Raises ImportError without the library `datasets`, FileNotFoundError for files that are not there.
+    """
     name = f'{langs[0] if langs[1] == "en" else langs[1]}-en'
     kind, files = ('', []) if data_dir is None else wmt14_files(split, name, Path(data_dir))
     try: from datasets import load_dataset
     except ImportError as error:
-        raise ImportError("corpus wmt14 needs the library datasets: pip install 'annotated_transformer[large]'") from error
-    rows = load_dataset(kind, data_files=files, split='train', streaming=True) if files else load_dataset('wmt/wmt14', name, split=split)
+        raise ImportError("corpus wmt14 needs the library datasets: "
+                          "pip install 'annotated_transformer[large]'") from error
+    rows = (load_dataset(kind, data_files=files, split='train', streaming=True) if files
+            else load_dataset('wmt/wmt14', name, split=split))
     for part in rows.iter(batch_size=1000):
         yield from ((row[langs[0]], row[langs[1]]) for row in part['translation'])
 
 # %% ../nbs/11_corpora.ipynb #45-54b222
 CORPORA = ('copy', 'toy-ende', 'multi30k', 'files', 'tsv', 'wmt14')
 _MORE = ['extra_src', 'extra_tgt']
-READS = {'copy': _MORE, 'toy-ende': _MORE, 'multi30k': ['data_dir', *_MORE], 'wmt14': ['data_dir'], 'tsv': ['tsv', *_MORE],
+READS = {'copy': _MORE, 'toy-ende': _MORE, 'multi30k': ['data_dir', *_MORE], 'wmt14': ['data_dir'],
+         'tsv': ['tsv', *_MORE],
          'files': ['src', 'tgt', 'val_src', 'val_tgt', 'test_src', 'test_tgt', *_MORE]}
 
 @dataclass(frozen=True)
@@ -445,7 +464,7 @@ class CorpusConfig:
     test_tgt: str | Path | None = None # files: their translations
     tsv: str | Path | None = None # tsv: a table of source, tab, target; further columns are ignored
     held_out: int = 1000 # files, tsv: pairs put aside for val and for test, a tenth of all at most
-    on_disk: bool = False # files, tsv: too large for memory, so encoded once into files that are mapped; wmt14 always is
+    on_disk: bool = False # files, tsv: too large for memory, so encoded once into mapped files; wmt14 always is
     max_words: int | None = None # words of a training sentence at most; longer pairs are dropped
     max_ratio: float | None = None # words of a training pair's longer side to its shorter's, at most
     unique: bool = False # drop training pairs that came before
@@ -453,12 +472,15 @@ class CorpusConfig:
     extra_tgt: str | Path | None = None # their translations, line by line
 
     def __post_init__(self):
-        if self.corpus not in CORPORA: raise ValueError(f'unknown corpus {self.corpus!r}: known are {", ".join(CORPORA)}')
+        if self.corpus not in CORPORA:
+            raise ValueError(f'unknown corpus {self.corpus!r}: known are {", ".join(CORPORA)}')
         if not re.fullmatch(r'[A-Za-z_]+-[A-Za-z_]+', self.pair):
             raise ValueError(f"pair must be two languages, such as 'en-de', not {self.pair!r}")
         if self.held_out < 1: raise ValueError(f'held_out must be positive, not {self.held_out}')
-        if self.max_words is not None and self.max_words < 1: raise ValueError(f'max_words must be positive, not {self.max_words}')
-        if self.max_ratio is not None and not self.max_ratio >= 1: raise ValueError(f'max_ratio must be at least 1, not {self.max_ratio}')
+        if self.max_words is not None and self.max_words < 1:
+            raise ValueError(f'max_words must be positive, not {self.max_words}')
+        if self.max_ratio is not None and not self.max_ratio >= 1:
+            raise ValueError(f'max_ratio must be at least 1, not {self.max_ratio}')
         if self.on_disk and self.corpus not in ('files', 'tsv', 'wmt14'):
             raise ValueError(f'on_disk is for corpus files and tsv (wmt14 always is), not {self.corpus}')
         for name in sum(READS.values(), []):
@@ -467,17 +489,21 @@ class CorpusConfig:
             if name not in READS.get(self.corpus, []):
                 raise ValueError(f'{name} is given, but corpus {self.corpus} does not read it')
         if self.corpus == 'tsv' and self.tsv is None: raise ValueError('corpus tsv needs tsv, the table to read')
-        if self.corpus == 'files' and not self.parts(): raise ValueError('corpus files needs src and tgt, two files to read')
-        if (self.extra_src is None) != (self.extra_tgt is None): raise ValueError('extra_src and extra_tgt go together: one is missing')
+        if self.corpus == 'files' and not self.parts():
+            raise ValueError('corpus files needs src and tgt, two files to read')
+        if (self.extra_src is None) != (self.extra_tgt is None):
+            raise ValueError('extra_src and extra_tgt go together: one is missing')
         if self.extra_src and (self.on_disk or self.corpus == 'files' and not self.src):
-            raise ValueError('extra_src adds to training pairs that are held in memory: ' + ('leave on_disk out' if self.on_disk else 'src is missing'))
+            raise ValueError('extra_src adds to training pairs that are held in memory: '
+                             + ('leave on_disk out' if self.on_disk else 'src is missing'))
 
     def parts(self) -> dict[str, tuple[Path, Path]]:
         "The files of each split of corpus `files`. Raises ValueError for a source without a target."
         parts = {}
         for part, prefix in (('train', ''), ('val', 'val_'), ('test', 'test_')):
             pair = getattr(self, f'{prefix}src'), getattr(self, f'{prefix}tgt')
-            if (pair[0] is None) != (pair[1] is None): raise ValueError(f'{prefix}src and {prefix}tgt go together: one is missing')
+            if (pair[0] is None) != (pair[1] is None):
+                raise ValueError(f'{prefix}src and {prefix}tgt go together: one is missing')
             if pair[0] is not None: parts[part] = pair
         return parts
 
@@ -500,13 +526,15 @@ class CorpusConfig:
 def check_langs(config: CorpusConfig, *known: str) -> None:
     "Raises ValueError unless source and target are two of the known languages."
     for lang in config.langs:
-        if lang not in known: raise ValueError(f'corpus {config.corpus} has no language {lang!r}: known are {", ".join(known)}')
+        if lang not in known:
+            raise ValueError(f'corpus {config.corpus} has no language {lang!r}: known are {", ".join(known)}')
     if len(set(config.langs)) == 1: raise ValueError(f'pair must be two different languages, not {config.pair!r}')
 
 def multi30k(config: CorpusConfig) -> Corpus:
     "Multi30k, task 1, raw text, between any two of its languages."
     check_langs(config, *MULTI30K_LANGS)
-    def pairs(split): return zip_lines(*(read_multi30k(split, lang, config.data_dir) for lang in config.langs), config.langs)
+    def pairs(split):
+        return zip_lines(*(read_multi30k(split, lang, config.data_dir) for lang in config.langs), config.langs)
     return Corpus('multi30k', config.langs, {split: partial(pairs, split) for split in MULTI30K_LINES})
 
 def toy_corpus(config: CorpusConfig) -> Corpus:
@@ -521,7 +549,8 @@ def copy_corpus(config: CorpusConfig) -> Corpus:
     @cache
     def pairs(): return copy_pairs(21_500)
     ranges = {'train': slice(1500, None), 'val': slice(500), 'test': slice(500, 1500)}
-    return Corpus('copy', ('xx', 'xx'), {split: partial(lambda part: pairs()[part], part) for split, part in ranges.items()})
+    return Corpus('copy', ('xx', 'xx'),
+                  {split: partial(lambda part: pairs()[part], part) for split, part in ranges.items()})
 
 # %% ../nbs/11_corpora.ipynb #50-34ff52
 def put_aside(
@@ -571,11 +600,14 @@ def stream_corpus(
         bound = held_out()[1]
         return (pair for pair in kept() if checksum(pair[0]) >= bound) if bound else kept()
     def aside(part):
-        if not held_out()[0][part]: raise ValueError(f'{[*files, config.corpus][0]} has too few pairs to put some aside for {part}')
+        if not held_out()[0][part]:
+            raise ValueError(f'{[*files, config.corpus][0]} has too few pairs to put some aside for {part}')
         return held_out()[0][part]
     settings = dict(corpus=config.corpus, pair=config.pair, missing=missing, **config.cleaning)
     stream = Stream(train, files, settings, dropped)
-    return Corpus(config.corpus, config.langs, {'train': lambda: stream, **{part: partial(aside, part) for part in missing}, **splits}, dropped)
+    return Corpus(config.corpus, config.langs,
+                  {'train': lambda: stream, **{part: partial(aside, part) for part in missing}, **splits},
+                  dropped)
 
 def large_files(config: CorpusConfig) -> Corpus:
     "Text files of any size."
@@ -594,7 +626,8 @@ def wmt14(config: CorpusConfig) -> Corpus:
     if 'en' not in config.langs: raise ValueError(f'corpus wmt14 has English on one side, so no pair {config.pair!r}')
     def pairs(split): return stream_wmt14(WMT14_SPLITS[split], config.langs, config.data_dir)
     files = [] if config.data_dir is None else [config.data_dir]
-    return stream_corpus(config, {part: lambda part=part: list(pairs(part)) for part in ('val', 'test')}, partial(pairs, 'train'), files)
+    return stream_corpus(config, {part: lambda part=part: list(pairs(part)) for part in ('val', 'test')},
+                         partial(pairs, 'train'), files)
 
 # %% ../nbs/11_corpora.ipynb #51-14519f
 def load_corpus(
@@ -604,14 +637,17 @@ def load_corpus(
     "Open a corpus; its splits are read when asked for. Raises ValueError for one, or a language, that is not known."
     if isinstance(corpus, str): corpus = CorpusConfig(corpus, **options)
     elif options: corpus = replace(corpus, **options)
-    open_corpus = {'copy': copy_corpus, 'toy-ende': toy_corpus, 'multi30k': multi30k, 'files': files_corpus, 'tsv': tsv_corpus,
-                   'wmt14': wmt14}
+    open_corpus = {'copy': copy_corpus, 'toy-ende': toy_corpus, 'multi30k': multi30k,
+                   'files': files_corpus, 'tsv': tsv_corpus, 'wmt14': wmt14}
     if corpus.on_disk: open_corpus |= {'files': large_files, 'tsv': large_tsv}
     opened = open_corpus[corpus.corpus](corpus)
     if corpus.corpus not in ('files', 'tsv', 'wmt14') and any(corpus.cleaning.values()):     # those clean by themselves
         train = opened.splits['train']
-        opened.splits = opened.splits | {'train': lambda: cleaned(train(), opened.name, opened.dropped, **corpus.cleaning)}
-    if corpus.extra_src: opened.splits = opened.splits | {'train': partial(with_extra, opened.splits['train'], corpus, opened.dropped)}
+        opened.splits = opened.splits | {
+            'train': lambda: cleaned(train(), opened.name, opened.dropped, **corpus.cleaning)}
+    if corpus.extra_src:
+        opened.splits = opened.splits | {
+            'train': partial(with_extra, opened.splits['train'], corpus, opened.dropped)}
     return opened
 
 def with_extra(
@@ -619,7 +655,10 @@ def with_extra(
     config: CorpusConfig,
     dropped: dict[str, int],  # is told what of the further ones was left out, besides
 ) -> Pairs:
-    "A corpus' own training pairs, then those of `extra_src` and `extra_tgt`, cleaned alike. Raises ValueError if these two do not match."
+    """A corpus' own training pairs, then those of `extra_src` and `extra_tgt`, cleaned alike.
+
+    Raises ValueError if these two do not match.
+    """
     left = {}
     extra = zip_lines(read_lines(config.extra_src), read_lines(config.extra_tgt), (config.extra_src, config.extra_tgt))
     pairs = cleaned(own() + extra, config.extra_src, left, **config.cleaning)

@@ -42,7 +42,8 @@ def score_translations(
 ) -> Float[Tensor, "b"]: # in nats, EOS included
     "Log-probabilities of given translations, by teacher forcing. ValueError unless each source has one of words only."
     if len(tgt) != len(src): raise ValueError(f'{len(tgt)} translations of {len(src)} sources: give each source one')
-    if any(not {PAD, BOS, EOS}.isdisjoint(ids) for ids in tgt): raise ValueError('a translation holds no PAD, BOS or EOS')
+    if any(not {PAD, BOS, EOS}.isdisjoint(ids) for ids in tgt):
+        raise ValueError('a translation holds no PAD, BOS or EOS')
     ids = pad_rows(tgt, BOS, EOS).to(src.device)
     log_probs = next_logits(model(src, ids[:, :-1])).log_softmax(-1)
     each = log_probs.gather(-1, ids[:, 1:, None])[..., 0]
@@ -73,7 +74,8 @@ class DecodingConfig:
     def __post_init__(self):
         for name, least in dict(beam_size=1, max_extra=0, min_len=0, no_repeat_ngram=0, n_best=1).items():
             n = getattr(self, name)
-            if not isinstance(n, int) or n < least: raise ValueError(f'{name}={n!r} must be a whole number from {least} on')
+            if not isinstance(n, int) or n < least:
+                raise ValueError(f'{name}={n!r} must be a whole number from {least} on')
         for name in ('alpha', 'length_offset', 'patience'):
             x = getattr(self, name)
             if not isinstance(x, (int, float)) or not 0 <= x < math.inf:
@@ -155,7 +157,8 @@ def bare(module: nn.Linear | nn.LayerNorm | FeedForward) -> Callable[[Tensor], T
     "What a module computes, without the way there: looking up names and hooks takes as long as a small product."
     if isinstance(module, nn.Linear): return partial(F.linear, weight=module.weight, bias=module.bias)
     if isinstance(module, nn.LayerNorm):
-        return partial(F.layer_norm, normalized_shape=module.normalized_shape, weight=module.weight, bias=module.bias, eps=module.eps)
+        return partial(F.layer_norm, normalized_shape=module.normalized_shape,
+                       weight=module.weight, bias=module.bias, eps=module.eps)
     inner, outer, activation = bare(module.inner), bare(module.outer), module.activation
     return lambda x: outer(activation(inner(x)))
 
@@ -165,7 +168,7 @@ class BareAttention:
     def __init__(
         self,
         mha: MultiHeadAttention,
-        widths: list[int] | None = None, # vectors that a sentence got at each step; None: of `mha` nothing but queries are wanted
+        widths: list[int] | None = None, # vectors that a sentence got at each step; None: of `mha` only the queries
     ):
         parts = [mha.query] if widths is None else [mha.query, mha.key, mha.value]
         self.h, self.positions, self.widths, self.output = mha.n_heads, mha.positions, widths, bare(mha.output)
@@ -192,7 +195,8 @@ class BareAttention:
     def place(self, heads, bias):
         "Alibi and rotary positions: all new vectors stand at the same one, and so do those of each step before."
         h, s, k, _ = heads.shape
-        query, key, value = heads.permute(1, 2, 0, 3).flatten(0, 1)[:, :, None].tensor_split((self.d_k, 2*self.d_k), -1) # (s*k, h, 1, .)
+        query, key, value = heads.permute(1, 2, 0, 3).flatten(0, 1)[:, :, None].tensor_split(
+            (self.d_k, 2*self.d_k), -1) # (s*k, h, 1, .)
         query, key, distance = self.positions(query, key, len(self.widths) - 1)
         heads = torch.cat([query, key, value], -1).view(s, k, h, -1).permute(2, 0, 1, 3)
         if distance is None: return heads, bias
@@ -209,11 +213,15 @@ class Trees:
         sizes: list[int], # d_k, d_v
     ):
         self.heads, self.sizes, self.low = heads, sizes, torch.finfo(memory.dtype).min
-        self.nodes, self.widths = memory.new_empty(sum(heads), len(memory), 64, sum(sizes)), [] # widths: nodes of each step
+        # widths: nodes of each step
+        self.nodes, self.widths = memory.new_empty(sum(heads), len(memory), 64, sum(sizes)), []
         self.strange = memory.new_zeros(len(memory), 1, 0) # what hypotheses do not descend from: 0 or low for each node
 
     def grow(self, k: int):
-        "`k` more nodes to a sentence, none another's parent. For each layer: all keys, all values, and the places of the new ones."
+        """`k` more nodes to a sentence, none another's parent.
+
+        For each layer: all keys, all values, and the places of the new ones.
+        """
         before, new = self.strange.size(-1), self.strange.new_full((k, k), self.low).fill_diagonal_(0)
         self.strange = torch.cat([self.strange, new.expand(len(self.strange), k, k)], -1)
         self.widths.append(k)
@@ -240,19 +248,23 @@ class Trees:
 class TreeState:
     "What `State` does, by trees: a line for each sentence, in which its hypotheses stand side by side."
     def __init__(self, model: nn.Module, src: Int[Tensor, "b n"]):
-        more = max(16, -(-src.size(1)//8)*8) - src.size(1) # products and softmax over fewer, or odd numbers, take a slow way
+        # products and softmax over fewer, or odd numbers, take a slow way
+        more = max(16, -(-src.size(1)//8)*8) - src.size(1)
         memory, mask = F.pad(model.encode(src), (0, 0, 0, more)), F.pad(padding_mask(src, PAD), (0, more))
         layers, low = model.decoder.layers, torch.finfo(memory.dtype).min
         self.memory = [self.read(layer.cross_attention, memory, mask[:, 0]) for layer in layers]
         self.padding = torch.zeros_like(mask, dtype=memory.dtype).masked_fill(~mask, low).transpose(0, 1)
-        self.trees = Trees(memory, [layer.self_attention.n_heads for layer in layers], [x.size(-1) for x in self.memory[0]])
+        self.trees = Trees(memory, [layer.self_attention.n_heads for layer in layers],
+                           [x.size(-1) for x in self.memory[0]])
         self.model, self.layers = model, [
-            (BareAttention(layer.self_attention, self.trees.widths), BareAttention(layer.cross_attention), bare(layer.feed_forward),
-             [(bare(add_norm.norm), add_norm.pre) for add_norm in layer.add_norms]) for layer in layers]
+            (BareAttention(layer.self_attention, self.trees.widths), BareAttention(layer.cross_attention),
+             bare(layer.feed_forward), [(bare(add_norm.norm), add_norm.pre) for add_norm in layer.add_norms])
+            for layer in layers]
 
     def read(self, mha, memory, mask):
         "Keys and values of the memory, zeros where there is nothing but padding."
-        key, value = (f(memory).unflatten(-1, (mha.n_heads, -1)).permute(2, 0, 1, 3).contiguous() for f in (mha.key, mha.value))
+        key, value = (f(memory).unflatten(-1, (mha.n_heads, -1)).permute(2, 0, 1, 3).contiguous()
+                      for f in (mha.key, mha.value))
         return key, value.masked_fill_(~mask.mT, 0)
 
     def logits(self, tokens: Int[Tensor, "s k"]) -> Float[Tensor, "s k v"]:
@@ -261,7 +273,8 @@ class TreeState:
         x = self.model.embed_tgt(tokens.reshape(-1, 1), len(self.trees.widths))[:, 0]
         places, bias = zip(*self.trees.grow(k)), self.trees.bias
         for (own, read, feed_forward, around), memory, (key, value, new) in zip(self.layers, self.memory, places):
-            sublayers = lambda x: own(x, k, key, value, bias, new), lambda x: read(x, k, *memory, self.padding), feed_forward
+            sublayers = (lambda x: own(x, k, key, value, bias, new),
+                         lambda x: read(x, k, *memory, self.padding), feed_forward)
             for (norm, pre), sublayer in zip(around, sublayers):
                 x = x + sublayer(norm(x)) if pre else norm(x + sublayer(x))     # as `AddNorm`, without dropout
         return self.model.output(self.model.decoder.norm(x)).view(s, k, -1)
@@ -271,14 +284,16 @@ class TreeState:
     def keep(self, lines: Int[Tensor, "r"]) -> None:
         "The other sentences' memories and trees go."
         self.trees.keep(lines)
-        self.padding, self.memory = self.padding[:, lines], [[x.index_select(1, lines) for x in pair] for pair in self.memory]
+        self.padding, self.memory = self.padding[:, lines], [
+            [x.index_select(1, lines) for x in pair] for pair in self.memory]
 
 # %% ../nbs/21_decoding.ipynb #53-a37dfe
 def decoding_state(model: nn.Module, src: Int[Tensor, "b n"]) -> DecodingState:
     "What the model remembers of a batch of sources before the first token."
     if hasattr(model, 'decoding_state'): return model.decoding_state(src)
-    parts = {DecoderLayer: model.decoder.layers, MultiHeadAttention: [m for layer in model.decoder.layers
-                                                                     for m in (layer.self_attention, layer.cross_attention)]}
+    parts = {DecoderLayer: model.decoder.layers,
+             MultiHeadAttention: [m for layer in model.decoder.layers
+                                  for m in (layer.self_attention, layer.cross_attention)]}
     known = all(type(part) is kind for kind, found in parts.items() for part in found)
     watched = any(m._forward_hooks or m._forward_pre_hooks or getattr(m, '_seen', None) is not None
                   for m in model.decoder.modules())
@@ -297,7 +312,8 @@ def forbid(
         prescribed = scores[lines, :, given[lines]]
     if ids.size(-1) < config.min_len: scores[..., EOS] = -torch.inf
     if 0 < (n := config.no_repeat_ngram) <= ids.size(-1):
-        grams, end = ids.unfold(-1, n, 1), ids[..., None, ids.size(-1) - n + 1:]    # all n-grams; what the next would begin with
+        # all n-grams; what the next would begin with
+        grams, end = ids.unfold(-1, n, 1), ids[..., None, ids.size(-1) - n + 1:]
         line, place, at = (grams[..., :-1] == end).all(-1).nonzero(as_tuple=True)
         scores[line, place, grams[line, place, at, -1]] = -torch.inf
     if given is not None:
@@ -311,9 +327,14 @@ def given_tokens(
     vocab_size: int,
     device: torch.device | str | None = None,
 ) -> Int[Tensor, "n m"]: # -1 where anything may be written
-    "Prescribed beginnings as a rectangle. ValueError unless each sentence has one of words, that leaves room for an end."
+    """Prescribed beginnings as a rectangle.
+
+    ValueError unless each sentence has one of words, that leaves room for an end.
+    """
     prefix = [[]] * n if prefix is None else prefix
-    if len(prefix) != n: raise ValueError(f'prefix has {len(prefix)} beginnings for {n} sentences: give each one, which may be empty')
+    if len(prefix) != n:
+        raise ValueError(f'prefix has {len(prefix)} beginnings for {n} sentences: '
+                         'give each one, which may be empty')
     for ids in prefix:
         if len(ids) >= max_len: raise ValueError(f'a prefix of {len(ids)} tokens leaves no room in max_len={max_len}')
         if any(token <= EOS or token >= vocab_size for token in ids):
@@ -379,7 +400,8 @@ def write(
         forbid(log_probs, ids, config, given[lines, length - 1] if length <= given.size(1) else None)
         last = choose(log_probs)
         value = log_probs.gather(-1, last[..., None])[..., 0]
-        last, total = last.masked_fill(value.isinf(), EOS), total + value.masked_fill(value.isinf(), 0) # nothing was left
+        last, total = (last.masked_fill(value.isinf(), EOS), # nothing was left
+                       total + value.masked_fill(value.isinf(), 0))
         ids = torch.cat([ids, last[..., None]], -1)
         ends = ((last[:, 0] == EOS) | (limits[lines] == length)) & ~done
         for i in ends.nonzero()[:, 0].tolist():
@@ -407,7 +429,8 @@ def greedy(
         return write(model, src, lambda log_probs: log_probs.argmax(-1), replace(config, **changes), prefix)
 
 # %% ../nbs/21_decoding.ipynb #58-3f948e
-BLOCK, FEW = 128, 2**17 # tokens whose best stands for them all; continuations that can as well be looked through as they are
+# tokens whose best stands for them all; continuations that can as well be looked through as they are
+BLOCK, FEW = 128, 2**17
 
 def best_continuations(
     scores: Float[Tensor, "s k v"], # of the next token behind each hypothesis
@@ -424,7 +447,8 @@ def best_continuations(
     best = maxima.topk(min(count, maxima.size(1)))[1]               # none that is wanted is in another block ...
     row, block = best // max(1, blocks.size(2)), best % max(1, blocks.size(2))
     inside = blocks[torch.arange(s, device=best.device)[:, None], row, block] + before.gather(1, row)[..., None]
-    sums, at = torch.cat([inside.flatten(1), (rest + before[..., None]).flatten(1)], 1).topk(min(count, k*v)) # ... or in the rest
+    sums, at = torch.cat([inside.flatten(1), (rest + before[..., None]).flatten(1)], 1).topk(
+        min(count, k*v))                                            # ... or in the rest
     outside, n_rest = at - BLOCK*best.size(1), max(1, v - whole)
     first = (row*v + block*BLOCK).gather(1, (at // BLOCK).clamp(max=best.size(1) - 1)) if whole else at
     place = torch.where(outside < 0, first + at % BLOCK, outside // n_rest * v + whole + outside % n_rest)
@@ -434,10 +458,12 @@ def best_continuations(
 class Endings:
     "The best translations of each sentence that are complete, best first."
     def __init__(self, n: int, config: DecodingConfig):
-        self.config, self.of, self.counts = config, [[] for _ in range(n)], [0] * n # how many there were, the worse included
+        self.config, self.of, self.counts = (
+            config, [[] for _ in range(n)], [0] * n) # how many there were, the worse included
 
     def hypothesis(self, ids: list[int], log_prob: float, length: int) -> Hypothesis:
-        return Hypothesis(ids, log_prob, log_prob / length_penalty(length, self.config.alpha, self.config.length_offset))
+        return Hypothesis(ids, log_prob,
+                          log_prob / length_penalty(length, self.config.alpha, self.config.length_offset))
 
     def add(self, sentence: int, ids: list[int], log_prob: float) -> None:
         "One that has come to its end, and stays if it is among the `n_best`."
@@ -452,7 +478,9 @@ class Endings:
         self.of[sentence] += [self.hypothesis(ids, p, len(ids)) for ids, p in living[:room]]
 
     def decided(self, sentence: int, log_prob: float, limit: int) -> bool:
-        "Whether none that lives, at best as likely as this, can come to a better score: it gets no likelier, nor longer than the limit."
+        """Whether none that lives, at best as likely as this, can come to a better score:
+        it gets no likelier, nor longer than the limit.
+        """
         c, found = self.config, self.of[sentence]
         enough = round(c.patience * c.beam_size) if c.patience else 1 if c.beam_size == 1 else math.inf
         if self.counts[sentence] >= max(c.n_best, enough): return True
@@ -464,12 +492,16 @@ class Beams:
     "The living hypotheses of a batch, `k` to a sentence."
     def __init__(self, limits: Int[Tensor, "b"], config: DecodingConfig):
         n, self.config, self.ended = len(limits), config, Endings(len(limits), config)
-        self.sentences, self.limits, self.done = list(range(n)), limits.tolist(), [False] * n # of each line; done: nothing can win
+        self.sentences, self.limits, self.done = (
+            list(range(n)), limits.tolist(), [False] * n)       # of each line; done: nothing can win
         self.ids = limits.new_zeros(n, 1, 0)                    # what the living have written
         self.log_prob = torch.zeros(n, 1, device=limits.device) # best first; minus infinity: nobody there
 
     def grow(self, log_probs: Float[Tensor, "s k v"]) -> Int[Tensor, "s j"]:
-        "One step, by log-probabilities of next tokens, where these are not forbidden. From whom does each hypothesis go on?"
+        """One step, by log-probabilities of next tokens, where these are not forbidden.
+
+        From whom does each hypothesis go on?
+        """
         size = self.config.beam_size
         sums, parents, tokens = best_continuations(log_probs, self.log_prob, 2*size)
         ends, worth = tokens == EOS, sums.tolist()
@@ -498,7 +530,8 @@ class Beams:
 
     def keep(self, lines: list[int]) -> None:
         self.ids, self.log_prob = self.ids[lines], self.log_prob[lines]
-        self.sentences, self.limits, self.done = ([x[i] for i in lines] for x in (self.sentences, self.limits, self.done))
+        self.sentences, self.limits, self.done = (
+            [x[i] for i in lines] for x in (self.sentences, self.limits, self.done))
 
 # %% ../nbs/21_decoding.ipynb #62-326202
 @torch.inference_mode()
@@ -555,9 +588,12 @@ def sample(
     prefix: Sequence[Sequence[int]] | None = None, # for each sentence, ids that its translation begins with
 ) -> list[Hypothesis]: # one for each sentence; log-probabilities are the model's own, and score = log_prob
     "Draw each token from `sampling_distribution`. ValueError for settings that leave nothing to draw from."
-    if not 0 < temperature < math.inf: raise ValueError(f'temperature={temperature} must be positive; near 0 sampling is `greedy`')
+    if not 0 < temperature < math.inf:
+        raise ValueError(f'temperature={temperature} must be positive; near 0 sampling is `greedy`')
     if top_k < 0: raise ValueError(f'top_k={top_k} must not be negative')
     if not 0 < top_p <= 1: raise ValueError(f'top_p={top_p} must be above 0 and at most 1')
     def draw(log_probs):
-        return torch.multinomial(sampling_distribution(log_probs[:, 0], temperature, top_k, top_p), 1, generator=generator)
-    with threads_for(model, len(src), src.device): return write(model, src, draw, DecodingConfig(max_extra=max_extra, alpha=0.), prefix)
+        return torch.multinomial(sampling_distribution(log_probs[:, 0], temperature, top_k, top_p), 1,
+                                 generator=generator)
+    with threads_for(model, len(src), src.device):
+        return write(model, src, draw, DecodingConfig(max_extra=max_extra, alpha=0.), prefix)

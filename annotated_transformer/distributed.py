@@ -63,10 +63,13 @@ MEETING = timedelta(minutes=1)  # to find each other: who does not, fails, and t
 WORKING = timedelta(minutes=30) # until the slowest has come: the leader may be preparing data or validating
 
 def meeting_place() -> dist.Store | None: # None: torch finds one itself
-    "Where processes leave their addresses, made anew by the leader: torchrun's own outlives those who died, and still holds theirs."
+    """Where processes leave their addresses, made anew by the leader:
+    torchrun's own outlives those who died, and still holds theirs.
+    """
     if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True': return None
     host, leader = os.environ['MASTER_ADDR'], os.environ['RANK'] == '0'
-    board, deadline = dist.TCPStore(host, int(os.environ['MASTER_PORT']), is_master=False, timeout=MEETING), time.monotonic() + MEETING.seconds
+    board, deadline = (dist.TCPStore(host, int(os.environ['MASTER_PORT']), is_master=False, timeout=MEETING),
+                       time.monotonic() + MEETING.seconds)
     if leader:
         place = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=MEETING)
         board.set('meeting place', str(place.port))

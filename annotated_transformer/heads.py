@@ -39,7 +39,8 @@ def heads_of(
     *kinds: str, # of `KINDS`; all unless given
 ) -> list[Head]:
     "The heads that a model has. ValueError for an unknown kind."
-    if strange := set(kinds) - set(KINDS): raise ValueError(f'{min(strange)!r} is no kind of head: choose {" or ".join(KINDS)}')
+    if strange := set(kinds) - set(KINDS):
+        raise ValueError(f'{min(strange)!r} is no kind of head: choose {" or ".join(KINDS)}')
     found = [Head(name, number) for name in model.config.attentions for number in model.config.heads(name)]
     return [head for head in found if head.kind in (kinds or KINDS)]
 
@@ -49,15 +50,20 @@ def gated_heads(
     model: Transformer,
     gates: Mapping[str, Float[Tensor, "..."]], # for some attentions by name, a factor for each head: (h,), or (b, 1, h)
 ):
-    "While the block runs, what each head has found is multiplied by its gate. ValueError if gates and heads are not as many."
+    """While the block runs, what each head has found is multiplied by its gate.
+
+    ValueError if gates and heads are not as many.
+    """
     def turned(name):
         def hook(_, inputs):
             gate = gates[name]
             return (inputs[0].unflatten(-1, (gate.size(-1), -1)) * gate[..., None]).flatten(-2),
         return hook
     for name, gate in gates.items():
-        if gate.size(-1) != (n := len(model.config.heads(name))): raise ValueError(f'{name} has {n} heads, not {gate.size(-1)}')
-    hooks = [model.get_submodule(name).output.register_forward_pre_hook(turned(name)) for name in gates if gates[name].size(-1)]
+        if gate.size(-1) != (n := len(model.config.heads(name))):
+            raise ValueError(f'{name} has {n} heads, not {gate.size(-1)}')
+    hooks = [model.get_submodule(name).output.register_forward_pre_hook(turned(name))
+             for name in gates if gates[name].size(-1)]
     try: yield
     finally:
         for hook in hooks: hook.remove()
@@ -69,7 +75,8 @@ def shut(
     "Gates that are 0 for these heads and 1 for the others of their attentions. ValueError for one that is not there."
     heads = set(heads)
     if strange := heads - set(heads_of(model)): raise ValueError(f'the model has no {min(strange)}')
-    return {name: torch.tensor([float(Head(name, i) not in heads) for i in model.config.heads(name)], device=model.output.weight.device)
+    return {name: torch.tensor([float(Head(name, i) not in heads) for i in model.config.heads(name)],
+                               device=model.output.weight.device)
             for name in sorted({head.attention for head in heads})}
 
 # %% ../nbs/31_heads.ipynb #20-gradientx
@@ -84,7 +91,8 @@ def gradient_importance(
     for batch in batches:
         gates = {name: torch.ones(len(batch), 1, n, device=device, requires_grad=True) for name, n in sizes.items()}
         with torch.enable_grad(), gated_heads(model, gates): loss = batch_loss(model, batch.to(device))
-        for name, slope in zip(gates, torch.autograd.grad(loss, list(gates.values()))): total[name] += slope.abs().sum((0, 1)).cpu()
+        for name, slope in zip(gates, torch.autograd.grad(loss, list(gates.values()))):
+            total[name] += slope.abs().sum((0, 1)).cpu()
         tokens += batch.n_tokens
     return {Head(name, i): x/tokens for name in sizes for i, x in zip(model.config.heads(name), total[name].tolist())}
 
@@ -106,14 +114,18 @@ def rank_correlation(
     other: Mapping, # another number for each of the same things
 ) -> float: # 1: the same order, -1: the opposite one, about 0: nothing to do with each other
     "Spearman's: the correlation of the ranks, where equals share the mean of theirs. ValueError for different things."
-    if one.keys() != other.keys() or len(one) < 2: raise ValueError('ranks can be compared for the same things, two at least')
+    if one.keys() != other.keys() or len(one) < 2:
+        raise ValueError('ranks can be compared for the same things, two at least')
     values = torch.tensor([[float(x[key]) for key in one] for x in (one, other)], dtype=torch.float64)
-    ranks = (values[:, :, None] > values[:, None]).double().sum(-1) + ((values[:, :, None] == values[:, None]).double().sum(-1) - 1)/2
+    ranks = ((values[:, :, None] > values[:, None]).double().sum(-1)
+             + ((values[:, :, None] == values[:, None]).double().sum(-1) - 1)/2)
     return torch.corrcoef(ranks)[0, 1].item()
 
 # %% ../nbs/31_heads.ipynb #38-normalized
 def normalized(importance: Mapping[Head, float]) -> dict[Head, float]:
-    "Divided by the root of the sum of squares within each attention, so that none wins by larger gradients (Michel et al., section 4.1)."
+    """Divided by the root of the sum of squares within each attention, so that none wins by larger gradients
+    (Michel et al., section 4.1).
+    """
     squares = {}
     for head, x in importance.items(): squares[head.attention] = squares.get(head.attention, 0.) + x*x
     return {head: x/max(squares[head.attention], 1e-30)**0.5 for head, x in importance.items()}
@@ -145,7 +157,9 @@ def pruning_curve(
 
 # %% ../nbs/31_heads.ipynb #60-hard
 class HardConcrete(nn.Module):
-    "Random gates from 0 to 1, each of which is often exactly 0 or exactly 1; how often can be learned (Louizos et al., 2018)."
+    """Random gates from 0 to 1, each of which is often exactly 0 or exactly 1; how often can be learned
+    (Louizos et al., 2018).
+    """
     def __init__(
         self,
         n: int,              # gates
@@ -202,7 +216,9 @@ def close_gates(
     model: Transformer,
     gates: HeadGates,
 ) -> Transformer:
-    "A model as it is with settled gates: heads whose gate is 0 are taken out, the gates of the others go into their matrices."
+    """A model as it is with settled gates: heads whose gate is 0 are taken out,
+    the gates of the others go into their matrices.
+    """
     model, settled = copy.deepcopy(model), gates.gates.settled()
     for name, values in gates.by_attention(settled).items():
         model.get_submodule(name).output.weight.unflatten(1, (len(values), -1)).mul_(values[:, None])
@@ -222,7 +238,8 @@ def tune_gates(
     "Train a copy on, with a gate at each head and a price for every open one (Voita et al., 2019, section 5.1)."
     model, device = copy.deepcopy(model).train(), model.output.weight.device
     gates = HeadGates(model, heads).to(device)
-    optimizer = torch.optim.Adam([dict(params=model.parameters(), lr=rate), dict(params=gates.parameters(), lr=gate_rate)], betas=(0.9, 0.98))
+    optimizer = torch.optim.Adam([dict(params=model.parameters(), lr=rate),
+                                  dict(params=gates.parameters(), lr=gate_rate)], betas=(0.9, 0.98))
     for step, batch in enumerate(batches):
         seed_step(seed, step)
         with gated_heads(model, gates.draw(len(batch))): loss = batch_loss(model, batch.to(device), label_smoothing)

@@ -25,8 +25,8 @@ from .positions import SinusoidalPositions, sinusoids
 from .recurrent import RecurrentConfig
 from .transformer import Transformer, TransformerConfig
 from .translator import ModelFolder
-from .vocabulary import (
-    BOS, EOS, PAD, SPECIALS, UNK, UNKNOWN, BytePairTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer, write_whole)
+from .vocabulary import BOS, EOS, PAD, SPECIALS, UNK, UNKNOWN, load_tokenizer, write_whole
+from .vocabulary import BytePairTokenizer, SentencePieceTokenizer, Tokenizer
 
 # %% ../nbs/40_other_implementations.ipynb #x-refuse
 def require(
@@ -35,14 +35,17 @@ def require(
     **allowed,  # the values that a field may have there
 ) -> None:
     "Raises ValueError that names a setting which the other implementation has not."
-    if not isinstance(c, TransformerConfig): raise ValueError(f'{where} has Transformers only, and this model is made from a {type(c).__name__}')
+    if not isinstance(c, TransformerConfig):
+        raise ValueError(f'{where} has Transformers only, and this model is made from a {type(c).__name__}')
     for name, values in allowed.items():
         if getattr(c, name) not in values:
             raise ValueError(f'{name}={getattr(c, name)!r}: {where} has only {" and ".join(map(repr, values))}')
     for name in ('d_k', 'd_v'):
         if (getattr(c, name) or c.d_model // c.n_heads) * c.n_heads != c.d_model:
-            raise ValueError(f'{name}={getattr(c, name)}: {where} divides d_model={c.d_model} among its {c.n_heads} heads')
-    if c.kept_heads: raise ValueError(f'kept_heads: heads were taken out, and in {where} every attention has all of its {c.n_heads}')
+            raise ValueError(f'{name}={getattr(c, name)}: {where} divides d_model={c.d_model} '
+                             f'among its {c.n_heads} heads')
+    if c.kept_heads:
+        raise ValueError(f'kept_heads: heads were taken out, and in {where} every attention has all of its {c.n_heads}')
 
 # %% ../nbs/40_other_implementations.ipynb #x-torch-parts
 def torch_attention(ours: nn.Module, theirs: nn.Module) -> Iterator[tuple[list[Tensor], Tensor]]:
@@ -66,12 +69,16 @@ def torch_stack(ours: Encoder | Decoder, theirs: nn.Module) -> Iterator[tuple[li
 def to_torch_transformer(
     model: Transformer,
 ) -> nn.Transformer: # from vectors to vectors, sentences first; in the model's mode
-    "torch's own Transformer with the weights of both stacks. ValueError for what it has not: positions inside attention, d_k."
+    """torch's own Transformer with the weights of both stacks.
+
+    ValueError for what it has not: positions inside attention, d_k.
+    """
     c = model.config
     require(c, 'torch.nn.Transformer', positions=('sinusoidal', 'learned'))
     layer = dict(d_model=c.d_model, nhead=c.n_heads, dim_feedforward=c.d_ff, dropout=c.dropout,
                  activation=ACTIVATIONS[c.activation], batch_first=True, norm_first=c.norm == 'pre')
-    def last(): return nn.LayerNorm(c.d_model) if c.norm == 'pre' else None  # torch's own way ends post-norm with one too
+    # torch's own way ends post-norm with one too
+    def last(): return nn.LayerNorm(c.d_model) if c.norm == 'pre' else None
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**layer), c.n_layers, last(), enable_nested_tensor=False)
     decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(**layer), c.n_layers, last())
     module = nn.Transformer(c.d_model, c.n_heads, custom_encoder=encoder, custom_decoder=decoder, batch_first=True)
@@ -84,9 +91,11 @@ def torch_settings(module: nn.Transformer) -> dict: # fields of `TransformerConf
     "The sizes of torch's Transformer. ValueError for what ours has not."
     stacks = module.encoder, module.decoder
     sizes = [dict(n_layers=len(stack.layers), d_model=layer.linear1.in_features, d_ff=layer.linear1.out_features,
-                  n_heads=layer.self_attn.num_heads, dropout=layer.dropout.p, norm='pre' if layer.norm_first else 'post')
+                  n_heads=layer.self_attn.num_heads, dropout=layer.dropout.p,
+                  norm='pre' if layer.norm_first else 'post')
              for stack in stacks for layer in stack.layers]
-    if any(size != sizes[0] for size in sizes): raise ValueError('the layers of encoder and decoder differ: ours are all alike')
+    if any(size != sizes[0] for size in sizes):
+        raise ValueError('the layers of encoder and decoder differ: ours are all alike')
     pre, layer = sizes[0]['norm'] == 'pre', module.encoder.layers[0]
     if any((stack.norm is not None) != pre for stack in stacks):
         which = 'pre-norm Transformer without a norm' if pre else 'post-norm Transformer with one more norm'
@@ -131,7 +140,8 @@ def feature_axis(
 MARIAN_PARTS = {'self_attention': 'self_attn', 'cross_attention': 'encoder_attn', 'query': 'q_proj', 'key': 'k_proj',
                 'value': 'v_proj', 'output': 'out_proj', 'feed_forward.inner': 'fc1', 'feed_forward.outer': 'fc2'}
 MARIAN_NORMS = {'encoder': ('self_attn', 'final'), 'decoder': ('self_attn', 'encoder_attn', 'final')}
-MARIAN_ENDS = {'src_embed.weight': 'model.encoder.embed_tokens.weight', 'tgt_embed.weight': 'model.decoder.embed_tokens.weight',
+MARIAN_ENDS = {'src_embed.weight': 'model.encoder.embed_tokens.weight',
+               'tgt_embed.weight': 'model.decoder.embed_tokens.weight',
                'output.weight': 'lm_head.weight', 'output.bias': 'final_logits_bias'}
 
 def marian_name(
@@ -169,14 +179,15 @@ def marian_config(
     "Raises FileNotFoundError or ValueError that names the file and the setting which our model has not."
     c, path = MARIAN | read_json(folder, 'config.json'), folder / 'config.json'
     alike = {f'decoder_{name}': c[f'encoder_{name}'] for name in ('layers', 'attention_heads', 'ffn_dim')}
-    fixed = dict(model_type='marian', static_position_embeddings=True, normalize_before=False, normalize_embedding=False,
-                 add_final_layer_norm=False)
+    fixed = dict(model_type='marian', static_position_embeddings=True, normalize_before=False,
+                 normalize_embedding=False, add_final_layer_norm=False)
     for name, value in (fixed | alike).items():
         if c.get(name) != value: raise ValueError(f'{path}: {name}={c.get(name)!r} is not supported, only {value!r}')
     known, activation = {'silu': 'swish'} | {name: name for name in ACTIVATIONS}, c['activation_function']
     if activation not in known:
         raise ValueError(f'{path}: activation_function={activation!r} is unknown, not one of {", ".join(known)}')
-    return c | dict(activation_function=known[activation], decoder_vocab_size=c['decoder_vocab_size'] or c['vocab_size'])
+    return c | dict(activation_function=known[activation],
+                    decoder_vocab_size=c['decoder_vocab_size'] or c['vocab_size'])
 
 # %% ../nbs/40_other_implementations.ipynb #x-tokenizer-in
 OWN_TOKENIZER = 'annotated_transformer.json' # in a Marian folder that we wrote: the tokenizer as it was
@@ -192,13 +203,17 @@ def marian_vocabulary(folder: Path, name: str, size: int) -> list[str]:
     return [pieces.get(i, f'<unused {i}>') for i in range(size)]
 
 def special_rows(folder: Path, c: dict, vocabulary: list[str]) -> list[int | None]: # for PAD, BOS, EOS, UNK
-    "Which rows of Marian's the special tokens take. PAD, if it is what the decoder starts from, becomes BOS. Raises ValueError."
+    """Which rows of Marian's the special tokens take.
+
+    PAD, if it is what the decoder starts from, becomes BOS. Raises ValueError.
+    """
     if '<unk>' not in vocabulary: raise ValueError(f'{folder}: the vocabulary has no <unk>')
     start, pad, eos = (c[f'{which}_token_id'] for which in ('decoder_start', 'pad', 'eos'))
     rows = [None if start == pad else pad, start, eos, vocabulary.index('<unk>')]
     for i in rows[1:] if rows[0] is None else rows:
         if not isinstance(i, int) or not 0 <= i < len(vocabulary) or rows.count(i) > 1:
-            raise ValueError(f'{folder}/config.json: the special token {i!r} is none of {len(vocabulary)} ids, or is two of them')
+            raise ValueError(f'{folder}/config.json: the special token {i!r} is none of {len(vocabulary)} ids, '
+                             'or is two of them')
     return rows
 
 # %% ../nbs/40_other_implementations.ipynb #af8a4888
@@ -208,19 +223,23 @@ def marian_tokenizer(
 ) -> tuple[Tokenizer, list[list[int | None]]]: # and of source and target, which row of Marian's each of our ids takes
     "Our tokenizer for a Marian folder. Raises FileNotFoundError or ValueError that names the file at fault."
     sizes = c['vocab_size'], c['decoder_vocab_size']
-    if (folder / OWN_TOKENIZER).is_file(): return load_tokenizer(folder / OWN_TOKENIZER), [list(range(size)) for size in sizes]
+    if (folder / OWN_TOKENIZER).is_file():
+        return load_tokenizer(folder / OWN_TOKENIZER), [list(range(size)) for size in sizes]
     about = read_json(folder, 'tokenizer_config.json', needed=False)
     name = 'target_vocab.json' if about.get('separate_vocabs') else 'vocab.json'
     vocabularies = [marian_vocabulary(folder, *which) for which in zip(('vocab.json', name), sizes)]
     heads = [special_rows(folder, c, vocabulary) for vocabulary in vocabularies]
-    pieces = [[piece for i, piece in enumerate(vocabulary) if i not in head] for vocabulary, head in zip(vocabularies, heads)]
+    pieces = [[piece for i, piece in enumerate(vocabulary) if i not in head]
+              for vocabulary, head in zip(vocabularies, heads)]
     langs = [about.get(f'{side}_lang') or side for side in ('source', 'target')]
     if langs[0] == langs[1]: langs = ['source', 'target']
     files = [marian_bytes(folder / f'{side}.spm') for side in ('source', 'target')]
     try: tokenizer = SentencePieceTokenizer(files, pieces, langs)
-    except (ValueError, KeyError) as error: raise ValueError(f'{folder}: the .spm files cannot be used: {error}') from None
+    except (ValueError, KeyError) as error:
+        raise ValueError(f'{folder}: the .spm files cannot be used: {error}') from None
     ids = [{piece: i for i, piece in enumerate(vocabulary)} for vocabulary in vocabularies]
-    return tokenizer, [head + [own.get(piece) for piece in tokenizer.itos[len(SPECIALS):]] for head, own in zip(heads, ids)]
+    return tokenizer, [head + [own.get(piece) for piece in tokenizer.itos[len(SPECIALS):]]
+                       for head, own in zip(heads, ids)]
 
 def marian_bytes(path: Path) -> bytes:
     if not path.is_file(): raise FileNotFoundError(f'{path.parent} is no Marian folder: it has no {path.name}')
@@ -232,7 +251,8 @@ def marian_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]: # the file, 
     names = 'model.safetensors', 'pytorch_model.bin'
     path = next((folder / name for name in names if (folder / name).is_file()), None)
     if path is None: raise FileNotFoundError(f'{folder} is no Marian folder: it has neither {" nor ".join(names)}')
-    faults = safetensors.SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError
+    faults = (safetensors.SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError,
+              LookupError, AttributeError)
     try:
         if path.suffix == '.safetensors': found = safetensors.torch.load_file(path)
         else: found = torch.load(path, 'cpu', weights_only=True)
@@ -276,13 +296,16 @@ def marian_model(
     tables = marian_tables(weights)
     output, tgt_embed, src_embed = (
         pick_rows(take(path, tables, name, size), own) for name, size, own in zip(tables, sizes, (tgt, tgt, src)))
-    bias = take(path, {'final_logits_bias': torch.zeros(1, sizes[0][0])} | weights, 'final_logits_bias', (1, sizes[0][0]))
+    bias = take(path, {'final_logits_bias': torch.zeros(1, sizes[0][0])} | weights,
+                'final_logits_bias', (1, sizes[0][0]))
     bias = pick_rows(bias.T, tgt)[:, 0]
     bias[[i for i, row in enumerate(tgt) if row is None]] = NEVER
-    tied, scale = torch.equal(output, src_embed) and torch.equal(output, tgt_embed), 1 if c['scale_embedding'] else math.sqrt(d)
+    tied, scale = (torch.equal(output, src_embed) and torch.equal(output, tgt_embed),
+                   1 if c['scale_embedding'] else math.sqrt(d))
     try: config = TransformerConfig(
-        len(tgt), c['encoder_layers'], d, c['encoder_ffn_dim'], c['encoder_attention_heads'], dropout=c['dropout'], tied=tied,
-        max_len=c['max_position_embeddings'], activation=c['activation_function'], output_bias=bool(bias.any()))
+        len(tgt), c['encoder_layers'], d, c['encoder_ffn_dim'], c['encoder_attention_heads'],
+        dropout=c['dropout'], tied=tied, max_len=c['max_position_embeddings'],
+        activation=c['activation_function'], output_bias=bool(bias.any()))
     except ValueError as error: raise ValueError(f'{path.parent}/config.json: {error}') from None
     model = Transformer(config)
     ends = {'src_embed.weight': src_embed / scale, 'tgt_embed.weight': tgt_embed / scale,
@@ -318,7 +341,10 @@ def import_marian(
     folder: str | Path, # config.json, model.safetensors or pytorch_model.bin, source.spm, target.spm, vocab.json
     out: str | Path,    # must not exist yet
 ) -> Path: # `out`, a model folder of ours
-    "A Marian or OPUS-MT folder becomes one that `Translator` loads. FileNotFoundError or ValueError names the file at fault."
+    """A Marian or OPUS-MT folder becomes one that `Translator` loads.
+
+    FileNotFoundError or ValueError names the file at fault.
+    """
     folder, out = Path(folder), Path(out)
     if out.exists(): raise FileExistsError(f'{out} exists: choose another folder for the model')
     if not folder.is_dir(): raise FileNotFoundError(f'{folder} is no folder')
@@ -354,7 +380,8 @@ def transformers_files(tokenizer: Tokenizer, max_len: int) -> dict[str, str | by
     return {}
 
 # %% ../nbs/40_other_implementations.ipynb #x-export-marian
-MARIAN_IDS = dict(pad_token_id=PAD, bos_token_id=BOS, decoder_start_token_id=BOS, eos_token_id=EOS, forced_eos_token_id=EOS)
+MARIAN_IDS = dict(pad_token_id=PAD, bos_token_id=BOS, decoder_start_token_id=BOS,
+                  eos_token_id=EOS, forced_eos_token_id=EOS)
 
 def marian_settings(c: TransformerConfig) -> dict:
     "config.json of a Marian model of these sizes, with our ids."
@@ -364,7 +391,8 @@ def marian_settings(c: TransformerConfig) -> dict:
                  static_position_embeddings=True, normalize_before=False, normalize_embedding=False)
     return both | fixed | MARIAN_IDS | dict(
         vocab_size=c.vocab_size, decoder_vocab_size=c.vocab_size, d_model=c.d_model, max_position_embeddings=c.max_len,
-        activation_function=c.activation, dropout=c.dropout, share_encoder_decoder_embeddings=c.tied, tie_word_embeddings=c.tied)
+        activation_function=c.activation, dropout=c.dropout,
+        share_encoder_decoder_embeddings=c.tied, tie_word_embeddings=c.tied)
 
 def marian_state(model: Transformer) -> dict[str, Tensor]:
     "The weights under Marian's names, features in Marian's order."
@@ -402,7 +430,8 @@ def ctranslate2_library():
     "The library CTranslate2. Raises ImportError that says how to get it."
     try: import ctranslate2.converters, ctranslate2.specs
     except ImportError as error:
-        raise ImportError("this needs the library ctranslate2: pip install 'annotated_transformer[ctranslate2]'") from error
+        raise ImportError('this needs the library ctranslate2: '
+                          "pip install 'annotated_transformer[ctranslate2]'") from error
     return ctranslate2
 
 def put_linear(spec, *maps: nn.Linear) -> None:
@@ -415,7 +444,8 @@ def put_stack(spec, stack: Encoder | Decoder, embed: nn.Embedding, positions: nn
     "An encoder or decoder with what is in front of it; it multiplies embeddings by the root of d_model, as ours does."
     into = spec.embeddings[0] if isinstance(stack, Encoder) else spec.embeddings
     table, (n, d) = positions.table.detach(), positions.table.shape
-    if isinstance(positions, SinusoidalPositions): table = torch.cat([table, sinusoids(1026, d)[n:]]) # its limits are wider
+    if isinstance(positions, SinusoidalPositions):
+        table = torch.cat([table, sinusoids(1026, d)[n:]]) # its limits are wider
     into.weight, spec.position_encodings.encodings = embed.weight.detach(), table
     if hasattr(spec, 'layer_norm'): put_norm(spec.layer_norm, stack.norm)
     for theirs, ours in zip(spec.layer, stack.layers):
@@ -439,7 +469,8 @@ def ctranslate2_spec(own: ModelFolder):
     library, c = ctranslate2_library(), own.model.config
     require(c, 'CTranslate2', positions=('sinusoidal', 'learned'))
     activation = library.specs.Activation[{'relu': 'RELU', 'swish': 'SWISH', 'gelu': 'GELU'}[c.activation]]
-    spec = library.specs.TransformerSpec.from_config(c.n_layers, c.n_heads, pre_norm=c.norm == 'pre', activation=activation)
+    spec = library.specs.TransformerSpec.from_config(
+        c.n_layers, c.n_heads, pre_norm=c.norm == 'pre', activation=activation)
     put_stack(spec.encoder, own.model.encoder, own.model.src_embed, own.model.src_positions)
     put_stack(spec.decoder, own.model.decoder, own.model.tgt_embed, own.model.tgt_positions)
     output = own.model.output
@@ -458,7 +489,9 @@ def export_ctranslate2(
     out: str | Path,    # must not exist yet
     quantization: str = 'float32', # or 'int8', 'int8_float32'
 ) -> Path: # `out`, which `ctranslate2.Translator` reads; with our tokenizer.json
-    "ImportError without the library; ValueError names what CTranslate2 has not: positions inside attention, own d_k or d_v."
+    """ImportError without the library;
+    ValueError names what CTranslate2 has not: positions inside attention, own d_k or d_v.
+    """
     library, out = ctranslate2_library(), Path(out)
     if quantization not in QUANTIZATIONS:
         raise ValueError(f'quantization={quantization!r} is unknown: choose {" or ".join(QUANTIZATIONS)}')
@@ -489,7 +522,8 @@ class CTranslate2Model:
         except ValueError as error: raise ValueError(f'{folder} is damaged: {error}') from None
         if known != self.tokenizer.tokens(range(len(self.tokenizer))):
             raise ValueError(f'{folder}/tokenizer.json does not fit shared_vocabulary.json, the tokens of the model')
-        if not isinstance(c, dict) or 'max_len' not in c: raise ValueError(f'{folder}/config.json has no max_len: it is not ours')
+        if not isinstance(c, dict) or 'max_len' not in c:
+            raise ValueError(f'{folder}/config.json has no max_len: it is not ours')
         self.max_len = c['max_len']
         try: self.translator = library.Translator(str(folder), device=device, **options)
         except (RuntimeError, ValueError) as error:
@@ -500,7 +534,10 @@ class CTranslate2Model:
         text: str | Sequence[str], # one sentence, or many
         **options, # of its `translate_batch`: beam_size, length_penalty, max_batch_size
     ) -> str | list[str]:
-        "Beam search with four hypotheses unless told otherwise. An empty text has an empty translation; a long one is cut."
+        """Beam search with four hypotheses unless told otherwise.
+
+        An empty text has an empty translation; a long one is cut.
+        """
         if isinstance(text, str): return self.translate([text], **options)[0]
         room, tokenizer = self.max_len - 1, self.tokenizer
         rows = [tokenizer.tokens(row[:room]) for row in tokenizer.encode_batch(text, tokenizer.langs[0])]

@@ -40,7 +40,8 @@ def shard_table(
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
         cut |= lengths > room
         offsets = np.concatenate([[0], np.cumsum(np.minimum(lengths, room))]).astype(np.int32)
-        values = np.fromiter(chain.from_iterable(row[:room] for row in rows), np.uint16 if small else np.int32, offsets[-1])
+        values = np.fromiter(chain.from_iterable(row[:room] for row in rows),
+                             np.uint16 if small else np.int32, offsets[-1])
         columns[name] = pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(values))
     return pyarrow.table(columns), int(cut.sum())
 
@@ -49,11 +50,14 @@ def large_library():
     "The library `datasets`. Raises ImportError that says how to get it."
     try: import datasets
     except ImportError as error:
-        raise ImportError("large corpora need the library datasets: pip install 'annotated_transformer[large]'") from error
+        raise ImportError("large corpora need the library datasets: "
+                          "pip install 'annotated_transformer[large]'") from error
     return datasets
 
 class EncodedPairs(Sequence):
-    "Sentence pairs as ids in a folder that `open_pairs` made, mapped into memory: `pairs[i]` is (source ids, target ids)."
+    """Sentence pairs as ids in a folder that `open_pairs` made, mapped into memory:
+    `pairs[i]` is (source ids, target ids).
+    """
     def __init__(self, folder: Path):
         self.folder, self.manifest = Path(folder), read_manifest(folder)
         table = large_library().load_from_disk(str(folder), keep_in_memory=False).data.table
@@ -89,7 +93,8 @@ class EncodedPairs(Sequence):
 def read_manifest(folder: Path) -> dict:
     "What a folder was made of. Raises ValueError that names a file that is missing or of another size."
     folder = Path(folder)
-    if not (folder/'manifest.json').is_file(): raise ValueError(f'{folder} is no folder of encoded pairs: it has no manifest.json')
+    if not (folder/'manifest.json').is_file():
+        raise ValueError(f'{folder} is no folder of encoded pairs: it has no manifest.json')
     manifest = json.loads((folder/'manifest.json').read_text('utf-8'))
     for name, size in manifest['sizes'].items():
         found = (folder/name).stat().st_size if (folder/name).is_file() else None
@@ -116,8 +121,8 @@ def finish_folder(
     "Make shards a data set: `dataset_info.json` and `state.json` for the library, and last the manifest."
     datasets = large_library()
     datasets.DatasetInfo(features=datasets.Features.from_arrow_schema(schema)).write_to_directory(str(folder))
-    state = dict(_data_files=[dict(filename=name) for name in sizes], _fingerprint=record.get('fingerprint', ''), _format_columns=None,
-                 _format_kwargs={}, _format_type=None, _output_all_columns=False, _split=None)
+    state = dict(_data_files=[dict(filename=name) for name in sizes], _fingerprint=record.get('fingerprint', ''),
+                 _format_columns=None, _format_kwargs={}, _format_type=None, _output_all_columns=False, _split=None)
     write_whole(folder/'state.json', json.dumps(state, indent=1) + '\n')
     write_whole(folder/'manifest.json', json.dumps(record | dict(sizes=sizes), indent=1) + '\n')
 
@@ -126,7 +131,8 @@ FORMAT = 1 # of the folders: a new one makes old ones unused
 
 def source_files(paths: Iterable[Path]) -> list: # [path, bytes, nanoseconds of the last change] of each file
     "What stands for the content of files; of a folder, for those in it."
-    files = chain.from_iterable(sorted(p for p in path.rglob('*') if p.is_file()) if path.is_dir() else [path] for path in map(Path, paths))
+    files = chain.from_iterable(sorted(p for p in path.rglob('*') if p.is_file()) if path.is_dir() else [path]
+                                for path in map(Path, paths))
     return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 def fingerprint(stream: Stream, tokenizer: Tokenizer, langs: Sequence[str], max_len: int | None) -> str:
@@ -141,7 +147,8 @@ def encode_shard(task: tuple) -> dict: # what the manifest should know, and the 
     "Encode some pairs and write them: what a worker does."
     path, pairs, langs, max_len, tokenizer = task
     table, cut = shard_table(pairs, load_once(tokenizer), langs, max_len)
-    return dict(name=Path(path).name, bytes=write_shard(Path(path), table), pairs=len(pairs), cut=cut, schema=table.schema)
+    return dict(name=Path(path).name, bytes=write_shard(Path(path), table), pairs=len(pairs),
+                cut=cut, schema=table.schema)
 
 @cache
 def load_once(path: str) -> Tokenizer: return load_tokenizer(path)
@@ -173,7 +180,8 @@ def in_parallel(
                 if len(under_way) == 2*num_proc: yield under_way.popleft().result()
             while under_way: yield under_way.popleft().result()
         except BrokenProcessPool as error:
-            raise RuntimeError('a process that encodes was killed, perhaps for want of memory: try a smaller num_proc') from error
+            raise RuntimeError('a process that encodes was killed, perhaps for want of memory: '
+                               'try a smaller num_proc') from error
         finally:
             for future in under_way: future.cancel()
 
@@ -187,12 +195,16 @@ def open_pairs(
     num_proc: int | None = None,   # processes that encode; all cores unless given
     progress_bar: bool = True,
 ) -> EncodedPairs:
-    "A stream's pairs as ids on disk: made if they are not there. Raises ValueError for a stream without pairs, and OSError."
+    """A stream's pairs as ids on disk: made if they are not there.
+
+    Raises ValueError for a stream without pairs, and OSError.
+    """
     if max_len is not None and max_len < 2: raise ValueError(f'max_len={max_len} leaves no room beside EOS or BOS')
     if num_proc is not None and num_proc < 1: raise ValueError(f'num_proc must be positive, not {num_proc}')
     large_library()
     from filelock import FileLock
-    name = f"{stream.settings.get('corpus', 'pairs')}-{'-'.join(langs)}-{fingerprint(stream, tokenizer, langs, max_len)}"
+    name = (f"{stream.settings.get('corpus', 'pairs')}-{'-'.join(langs)}-"
+            f'{fingerprint(stream, tokenizer, langs, max_len)}')
     path = Path(folder or cache_dir()/'pairs')/name
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f'{path}.lock'):
@@ -200,7 +212,8 @@ def open_pairs(
     pairs = EncodedPairs(path)
     stream.dropped.update(pairs.dropped)
     if cut := pairs.manifest['cut']:
-        warnings.warn(f'{cut} of {len(pairs)} sentence pairs are longer than {max_len} positions: they are cut', stacklevel=2)
+        warnings.warn(f'{cut} of {len(pairs)} sentence pairs are longer than {max_len} positions: they are cut',
+                      stacklevel=2)
     return pairs
 
 # %% ../nbs/18_large_corpora.ipynb #0311f7c0
@@ -228,8 +241,9 @@ def make_pairs(path: Path, stream: Stream, tokenizer: Tokenizer, langs: Sequence
                 for key in totals: totals[key] += made[key]
                 bar.update(made['pairs'])
         check_some(totals['pairs'], path.name, stream.dropped)
-        finish_folder(partial, schema, sizes, fingerprint=path.name.rpartition('-')[2], dropped=dict(stream.dropped), max_len=max_len,
-                      settings=stream.settings, files=source_files(stream.files), **totals)
+        finish_folder(partial, schema, sizes, fingerprint=path.name.rpartition('-')[2],
+                      dropped=dict(stream.dropped), max_len=max_len, settings=stream.settings,
+                      files=source_files(stream.files), **totals)
         os.replace(partial, path)
     finally: shutil.rmtree(partial, ignore_errors=True)
 
@@ -243,5 +257,8 @@ def tokenizer_for(
     vocab_size: int = 8000,
     seed: int = 0, # of the sample
 ) -> Tokenizer:
-    "A tokenizer learned from training pairs: from all in a list, from a sample of a stream. Raises what `train_tokenizer` does."
+    """A tokenizer learned from training pairs: from all in a list, from a sample of a stream.
+
+    Raises what `train_tokenizer` does.
+    """
     return train_tokenizer(kind, pairs.sample(SAMPLE, seed) if isinstance(pairs, Stream) else pairs, langs, vocab_size)

@@ -40,7 +40,9 @@ class FeedForward(nn.Module):
 
 # %% ../nbs/03_layers.ipynb #30-b68556
 class Dropout(nn.Dropout):
-    "Section 5.4: zeros with probability `p`, the rest scaled so that the mean stays; on a CPU, `p` counts in steps of 1/65,536."
+    """Section 5.4: zeros with probability `p`, the rest scaled so that the mean stays;
+    on a CPU, `p` counts in steps of 1/65,536.
+    """
     def forward(self, x: Float[Tensor, "*b"]) -> Float[Tensor, "*b"]:
         "In evaluation, what it is given. The same generator as all of torch's, so `torch.manual_seed` repeats it."
         dropped, all_ = round(self.p * 2**16), 2**16

@@ -83,7 +83,8 @@ def _linear_loss(loss, hidden, weight, bias, targets, chunk, passes=1):
     if chunk < 1: raise ValueError(f'chunk={chunk} must be at least one token')
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     with torch.autocast(device, enabled=False):
-        return _LinearLoss.apply(hidden, weight, bias, targets.long(), loss, passes, chunk, dtype, torch.is_grad_enabled())
+        return _LinearLoss.apply(hidden, weight, bias, targets.long(), loss, passes, chunk, dtype,
+                                 torch.is_grad_enabled())
 
 # %% ../nbs/15_regularization.ipynb #38-83397b
 def linear_cross_entropy(
@@ -94,7 +95,9 @@ def linear_cross_entropy(
     chunk: int | None = None,       # tokens whose logits exist at one time; 256 on a CPU, 2,048 elsewhere
     bias: Float[Tensor, "v"] | None = None, # of the output layer
 ) -> Float[Tensor, ""]: # nats, summed over the n tokens
-    "What `label_smoothing_loss(hidden @ weight.T + bias, targets, smoothing, reduction='sum')` is, without all its logits."
+    """What `label_smoothing_loss(hidden @ weight.T + bias, targets, smoothing, reduction='sum')` is,
+    without all its logits.
+    """
     _check_smoothing(smoothing)
     if torch.is_grad_enabled(): loss = partial(_loss_and_gradient, smoothing=smoothing)
     else: loss = partial(label_smoothing_loss, smoothing=smoothing, reduction='sum')
@@ -126,8 +129,11 @@ def r_drop_loss(
     chunk: int | None = None,       # tokens whose logits exist at one time; 128 on a CPU, 1,024 elsewhere
     bias: Float[Tensor, "v"] | None = None, # of the output layer
 ) -> Float[Tensor, ""]: # nats, summed over the n tokens and both passes
-    "Both cross entropies and alpha/2 of both Kullback-Leibler divergences (R-Drop, 2021, equation 4), without all logits."
+    """Both cross entropies and alpha/2 of both Kullback-Leibler divergences (R-Drop, 2021, equation 4),
+    without all logits.
+    """
     _check_smoothing(smoothing)
     if not 0 <= alpha < float('inf'): raise ValueError(f'alpha={alpha} must be a number from 0 on')
     hidden = torch.stack([hidden_1, hidden_2], 1).flatten(0, 1)
-    return _linear_loss(partial(_r_drop_and_gradient, smoothing=smoothing, alpha=alpha), hidden, weight, bias, targets, chunk, passes=2)
+    return _linear_loss(partial(_r_drop_and_gradient, smoothing=smoothing, alpha=alpha),
+                        hidden, weight, bias, targets, chunk, passes=2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 def make_optimizer(
     parameters: nn.Module | Iterable[Tensor],  # a model, or the tensors to train
     rate: float = 0.0,                         # learning rate until `set_rate` gives one: nothing moves before
-    betas: tuple[float, float] = (0.9, 0.98),  # what the running means keep at each update: of the gradient, of its square
+    betas: tuple[float, float] = (0.9, 0.98),  # what running means keep at each update: of the gradient, of its square
     eps: float = 1e-9,                         # keeps the division finite where every gradient was 0
     fused: bool = True,                        # one pass over all weights, where the device has it
 ) -> torch.optim.Adam:
@@ -28,7 +28,10 @@ def learning_rate(
     peak: float, # the highest rate, at `step == warmup`
     warmup: int, # updates on the way up
 ) -> float:
-    "The shape of equation 3: up in a straight line, down with the inverse square root. Raises ValueError if warmup < 1."
+    """The shape of equation 3: up in a straight line, down with the inverse square root.
+
+    Raises ValueError if warmup < 1.
+    """
     if warmup < 1: raise ValueError(f'warmup={warmup} must be at least 1 update')
     step = max(step, 1)
     return peak * min(step/warmup, (warmup/step)**0.5)

@@ -16,9 +16,14 @@ def sinusoids(
     n: int,       # how many positions, counted from 0
     d_model: int, # width of a token, even: sines and cosines come in pairs
 ) -> Float[Tensor, "n d_model"]: # row pos is PE(pos)
-    "The table of section 3.5: sines in the even columns, cosines in the odd ones. Raises ValueError if `d_model` is odd."
-    if d_model < 2 or d_model % 2: raise ValueError(f'd_model={d_model}: sines and cosines come in pairs, choose an even width')
-    two_i = torch.arange(0, d_model, 2, dtype=torch.float64)   # 64 bits: an angle of thousands must be exact to a small part of 2 pi
+    """The table of section 3.5: sines in the even columns, cosines in the odd ones.
+
+    Raises ValueError if `d_model` is odd.
+    """
+    if d_model < 2 or d_model % 2:
+        raise ValueError(f'd_model={d_model}: sines and cosines come in pairs, choose an even width')
+    # 64 bits: an angle of thousands must be exact to a small part of 2 pi
+    two_i = torch.arange(0, d_model, 2, dtype=torch.float64)
     angle = torch.arange(n, dtype=torch.float64)[:, None] * 10000**(-two_i/d_model)
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1).to(torch.get_default_dtype())
 
@@ -93,14 +98,18 @@ def turn(
 
 # %% ../nbs/02_positions.ipynb #51-b2a4bc
 class RotaryPositions(nn.Module):
-    "Turns the queries and keys of self-attention by their positions (Su et al., 2021). ValueError unless `d_k` is even."
+    """Turns the queries and keys of self-attention by their positions (Su et al., 2021).
+
+    ValueError unless `d_k` is even.
+    """
     def __init__(
         self,
         d_k: int,     # width of one head's queries and keys, even
         max_len: int, # how many positions there are
     ):
         super().__init__()
-        if d_k < 2 or d_k % 2: raise ValueError(f'd_k={d_k}: rotary positions turn pairs of numbers, choose heads of an even width')
+        if d_k < 2 or d_k % 2:
+            raise ValueError(f'd_k={d_k}: rotary positions turn pairs of numbers, choose heads of an even width')
         self.register_buffer('table', sinusoids(max_len, d_k), persistent=False)
 
     def forward(
@@ -119,7 +128,9 @@ class RotaryPositions(nn.Module):
 def alibi_slopes(
     n_heads: int, # h
 ) -> Float[Tensor, "h"]:
-    "What a step of distance costs each head: from 2^(-8/h) down to 2^-8 by equal factors (Press et al., 2022, section 3)."
+    """What a step of distance costs each head:
+    from 2^(-8/h) down to 2^-8 by equal factors (Press et al., 2022, section 3).
+    """
     return 2**(-8*torch.arange(1, n_heads + 1)/n_heads)
 
 # %% ../nbs/02_positions.ipynb #59-244bc9
@@ -130,7 +141,8 @@ class AlibiPositions(nn.Module):
         n_heads: int, # h
     ):
         super().__init__()
-        lean = torch.tensor([2., 0.5]).repeat(n_heads)[:n_heads]   # ahead: double in heads 0, 2 ..., half in heads 1, 3 ...
+        # ahead: double in heads 0, 2 ..., half in heads 1, 3 ...
+        lean = torch.tensor([2., 0.5]).repeat(n_heads)[:n_heads]
         behind = alibi_slopes(n_heads)
         self.register_buffer('slopes', torch.stack([behind, behind*lean])[..., None, None], persistent=False)
 
@@ -139,7 +151,7 @@ class AlibiPositions(nn.Module):
         query: Float[Tensor, "b h m d_k"],
         key: Float[Tensor, "b h m d_k"],
         start: int = 0, # position of the first of them
-    ) -> tuple[Float[Tensor, "b h m d_k"], Float[Tensor, "b h m d_k"], Float[Tensor, "1 h m t"]]: # as they came; the bias
+    ) -> tuple[Float[Tensor, "b h m d_k"], Float[Tensor, "b h m d_k"], Float[Tensor, "1 h m t"]]: # as given; the bias
         "Minus slope times distance, from each new position to all `t` positions so far."
         at = torch.arange(start + key.size(2), device=key.device)
         steps, (behind, ahead) = at - at[start:, None], self.slopes.float()

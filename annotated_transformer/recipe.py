@@ -44,10 +44,15 @@ class RunConfig:
     freeze_vectors: bool = False # keep them as they are
 
     def __post_init__(self):
-        if not 0 <= self.bpe_dropout < 1: raise ValueError(f'bpe_dropout={self.bpe_dropout} must be at least 0 and below 1')
-        if self.bpe_dropout and self.corpus.large: raise ValueError('bpe_dropout cuts pairs anew in memory, and this corpus is mapped from disk: choose one')
-        if self.bpe_dropout and self.tokenizer != 'bpe': raise ValueError(f'bpe_dropout leaves out merges, and tokenizer={self.tokenizer!r} has none')
-        if self.freeze_vectors and not self.vectors: raise ValueError('freeze_vectors needs vectors, a file of word vectors')
+        if not 0 <= self.bpe_dropout < 1:
+            raise ValueError(f'bpe_dropout={self.bpe_dropout} must be at least 0 and below 1')
+        if self.bpe_dropout and self.corpus.large:
+            raise ValueError('bpe_dropout cuts pairs anew in memory, and this corpus is mapped from disk: '
+                             'choose one')
+        if self.bpe_dropout and self.tokenizer != 'bpe':
+            raise ValueError(f'bpe_dropout leaves out merges, and tokenizer={self.tokenizer!r} has none')
+        if self.freeze_vectors and not self.vectors:
+            raise ValueError('freeze_vectors needs vectors, a file of word vectors')
         if self.val_sentences < 0: raise ValueError(f'val_sentences={self.val_sentences} must be at least 0')
         if self.training.monitor == 'val_bleu' and not self.val_sentences:
             raise ValueError("monitor='val_bleu' needs a BLEU at each validation: set val_sentences, to 200 say")
@@ -60,8 +65,10 @@ RECIPES = {
                  training=dict(max_tokens=1024, warmup=200, peak_rate=4e-3, max_epochs=8)),
     'toy-ende': dict(corpus=dict(corpus='toy-ende'), preset='mini', model=dict(vocab_size=1000),
                      training=dict(max_tokens=1024, warmup=400, peak_rate=4e-3, max_epochs=8, save_every=100)),
-    **{f'multi30k-{pair}': dict(corpus=dict(corpus='multi30k', pair=pair), **_CAPTIONS) for pair in ('en-de', 'de-en', 'en-fr')},
-    'wmt14-en-de': dict(corpus=dict(corpus='wmt14'), preset='base', model=dict(vocab_size=37_000), # the paper's own (5.1-5.4)
+    **{f'multi30k-{pair}': dict(corpus=dict(corpus='multi30k', pair=pair), **_CAPTIONS)
+       for pair in ('en-de', 'de-en', 'en-fr')},
+    # the paper's own (5.1-5.4)
+    'wmt14-en-de': dict(corpus=dict(corpus='wmt14'), preset='base', model=dict(vocab_size=37_000),
                         training=dict(max_tokens=25_000, max_steps=100_000, save_every=1500)),
 }
 
@@ -79,7 +86,8 @@ def default_run(
     recipe = recipe or recipe_for(corpus.corpus if corpus else 'toy-ende')
     if recipe not in RECIPES: raise ValueError(f'unknown recipe {recipe!r}: known are {", ".join(RECIPES)}')
     found = RECIPES[recipe]
-    return RunConfig(corpus or CorpusConfig(**found['corpus']), TransformerConfig.preset(preset or found['preset'], **found['model']),
+    return RunConfig(corpus or CorpusConfig(**found['corpus']),
+                     TransformerConfig.preset(preset or found['preset'], **found['model']),
                      TrainConfig(**found['training']), found.get('tokenizer', 'bpe'), **found.get('run', {}))
 
 # %% ../nbs/24_en_de.ipynb #12-040860
@@ -100,10 +108,12 @@ def with_defaults(held: dict) -> dict:
     "Settings that an earlier version may have saved, with what has been added since at its default."
     base = settings(RunConfig(CorpusConfig(), TransformerConfig(1), TrainConfig()))
     if 'kind' in held['model']: base['model'] = {} # another kind of model has other settings
-    return {name: value | held.get(name, {}) if isinstance(value, dict) else held.get(name, value) for name, value in base.items()}
+    return {name: value | held.get(name, {}) if isinstance(value, dict) else held.get(name, value)
+            for name, value in base.items()}
 
 # %% ../nbs/24_en_de.ipynb #14-c8d805
-MADE = ('run.json', 'log.jsonl', 'clock.jsonl', 'tensorboard', 'config.json', 'model.safetensors', 'tokenizer.json', 'training.json', 'checkpoints')
+MADE = ('run.json', 'log.jsonl', 'clock.jsonl', 'tensorboard',
+        'config.json', 'model.safetensors', 'tokenizer.json', 'training.json', 'checkpoints')
 LIMITS = ('max_steps', 'max_epochs', 'max_minutes')
 
 def course(held: dict) -> dict:
@@ -114,14 +124,18 @@ def course(held: dict) -> dict:
 def finished(out: Path, config: RunConfig) -> bool:
     "Whether the folder holds this run, ended at these very limits."
     made = out / 'training.json'
-    return made.is_file() and with_defaults(json.loads(made.read_text('utf-8'))['run']) == with_defaults(settings(config))
+    return (made.is_file()
+            and with_defaults(json.loads(made.read_text('utf-8'))['run']) == with_defaults(settings(config)))
 
 def claim(
     out: Path,
     config: RunConfig,
     overwrite: bool = False, # remove what an earlier run left there, and nothing else
 ) -> None:
-    "Make `out` the folder of this run. Raises ValueError when it belongs to another one, saying what differs. Limits may differ."
+    """Make `out` the folder of this run.
+
+    Raises ValueError when it belongs to another one, saying what differs. Limits may differ.
+    """
     held = out / 'run.json'
     if not held.is_file() and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f'{out} exists and holds no run: choose another --out')
@@ -156,13 +170,17 @@ def evaluate(
 def versions() -> dict[str, str]:
     "What a record must say of the software and the machine beneath a figure."
     import sacrebleu, tokenizers
-    return dict(annotated_transformer=annotated_transformer.__version__, torch=torch.__version__, sacrebleu=sacrebleu.__version__,
-                tokenizers=tokenizers.__version__, python=platform.python_version(), threads=str(torch.get_num_threads()),
+    return dict(annotated_transformer=annotated_transformer.__version__, torch=torch.__version__,
+                sacrebleu=sacrebleu.__version__, tokenizers=tokenizers.__version__,
+                python=platform.python_version(), threads=str(torch.get_num_threads()),
                 device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine())
 
 # %% ../nbs/24_en_de.ipynb #23-2a7baa
 def open_run(config: RunConfig, out: Path, overwrite: bool = False, world: World = World()) -> tuple[Corpus, Tokenizer]:
-    "The corpus and the vocabulary of a run, whose folder is claimed for it. Raises ValueError if it belongs to another."
+    """The corpus and the vocabulary of a run, whose folder is claimed for it.
+
+    Raises ValueError if it belongs to another.
+    """
     corpus = load_corpus(config.corpus)
     if world.leader:
         overwrite = overwrite and not world.restarted
@@ -173,13 +191,19 @@ def open_run(config: RunConfig, out: Path, overwrite: bool = False, world: World
     return corpus, load_tokenizer(out / 'tokenizer.json')
 
 def training_ids(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer, progress_bar: bool = True):
-    "What the loader draws from: ids in memory, ids cut anew in every epoch (page 12), or ids mapped from disk (page 18)."
+    """What the loader draws from:
+    ids in memory, ids cut anew in every epoch (page 12), or ids mapped from disk (page 18).
+    """
     pairs, langs, max_len = corpus['train'], corpus.langs, config.model.max_len
     if isinstance(pairs, Stream): return open_pairs(pairs, tokenizer, langs, max_len, progress_bar=progress_bar)
-    if config.bpe_dropout: return dropout_pairs(pairs, tokenizer, langs, max_len, config.bpe_dropout, config.training.seed)
+    if config.bpe_dropout:
+        return dropout_pairs(pairs, tokenizer, langs, max_len, config.bpe_dropout, config.training.seed)
     return encode_pairs(pairs, tokenizer, langs, max_len)
 
-def new_model(config: RunConfig, tokenizer: Tokenizer) -> tuple[torch.nn.Module, dict[str, float]]: # and what is worth logging of it
+def new_model(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+) -> tuple[torch.nn.Module, dict[str, float]]: # and what is worth logging of it
     "The untrained model of a run, a function of its seed, with word vectors if it has some."
     torch.manual_seed(config.training.seed)
     model, told = build(replace(config.model, vocab_size=len(tokenizer))), {}
@@ -189,11 +213,11 @@ def new_model(config: RunConfig, tokenizer: Tokenizer) -> tuple[torch.nn.Module,
 # %% ../nbs/24_en_de.ipynb #21-9bb1c9
 def train_translator(
     config: RunConfig,
-    out: str | Path,            # the run's folder; a run of the same settings goes on there, a finished one when a limit is moved
-    overwrite: bool = False,    # start anew whatever `out` holds
+    out: str | Path, # the run's folder; a run of the same settings goes on there, a finished one when a limit is moved
+    overwrite: bool = False, # start anew whatever `out` holds
     progress_bar: bool = True,
-    watch=None,                 # (rows of the log) -> None: `LiveHistory()` draws them in a notebook
-    world: World = World(),     # the processes that train together; `join()` under torchrun
+    watch=None, # (rows of the log) -> None: `LiveHistory()` draws them in a notebook
+    world: World = World(), # the processes that train together; `join()` under torchrun
 ) -> Translator:
     "Corpus, vocabulary, batches, model, training, folder: all of section 5, and the validation score."
     out, c = Path(out), config.training
@@ -209,21 +233,30 @@ def train_translator(
                           rank=world.rank, world=world.size, multiple=4 if c.compile else 1)
     val_ids = encode_pairs(corpus['val'], tokenizer, corpus.langs, config.model.max_len)
     model, told = new_model(config, tokenizer)
-    trainer = Trainer(model, batches, list(BatchLoader(val_ids, c.max_tokens, shuffle=False).epoch(0)), c, out, bleu, save, progress_bar, watch, world)
+    trainer = Trainer(model, batches, list(BatchLoader(val_ids, c.max_tokens, shuffle=False).epoch(0)),
+                      c, out, bleu, save, progress_bar, watch, world)
     if world.leader: trainer.reporter.once({f'dropped_{reason}': n for reason, n in corpus.dropped.items()} | told)
     translator = Translator(trainer.fit(), tokenizer)
     if world.leader:
         scores = evaluate(translator, corpus['val'])[0]
-        translator.training = dict(run=settings(config), progress=asdict(trainer.at), val=asdict(scores), versions=versions())
+        translator.training = dict(run=settings(config), progress=asdict(trainer.at),
+                                   val=asdict(scores), versions=versions())
         translator.save(out)
     world.wait()
     return translator
 
 # %% ../nbs/24_en_de.ipynb #0e711679
-def what_went_wrong(translation: str, reference: str) -> list[tuple[str, str, str]]: # (kind, word written, word of the reference)
-    "Where a translation leaves its reference: 'missing', 'added', 'order', 'form' (more than half of its letters are right) or 'word'."
+def what_went_wrong(
+    translation: str,
+    reference: str,
+) -> list[tuple[str, str, str]]: # (kind, word written, word of the reference)
+    """Where a translation leaves its reference:
+    'missing', 'added', 'order', 'form' (more than half of its letters are right) or 'word'.
+    """
     written, meant = (re.findall(r'\w+|[^\w\s]', text) for text in (translation, reference))
-    parts = [(written[a:b], meant[c:d]) for kind, a, b, c, d in SequenceMatcher(None, written, meant, False).get_opcodes() if kind != 'equal']
+    parts = [(written[a:b], meant[c:d])
+             for kind, a, b, c, d in SequenceMatcher(None, written, meant, False).get_opcodes()
+             if kind != 'equal']
     moved = Counter(word for part, _ in parts for word in part) & Counter(word for _, part in parts for word in part)
     spare = moved.copy(), moved.copy()
     faults = [('order', word, word) for word in moved.elements()]

@@ -34,8 +34,11 @@ class RecurrentConfig:
         if self.kind != 'recurrent': raise ValueError(f"kind={self.kind!r} must be 'recurrent'")
         for name in ('vocab_size', 'n_layers', 'd_model', 'max_len'):
             size = getattr(self, name)
-            if not isinstance(size, int) or size < 1: raise ValueError(f'{name}={size!r} must be a positive whole number')
-        if self.d_model % 2: raise ValueError(f'd_model={self.d_model} is odd: the encoder reads in two directions, each with half of it')
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f'{name}={size!r} must be a positive whole number')
+        if self.d_model % 2:
+            raise ValueError(f'd_model={self.d_model} is odd: '
+                             'the encoder reads in two directions, each with half of it')
         if not 0 <= self.dropout < 1: raise ValueError(f'dropout={self.dropout} must be at least 0 and below 1')
         if self.attention not in get_args(Attention):
             raise ValueError(f'attention={self.attention!r} is unknown: choose {" or ".join(get_args(Attention))}')
@@ -136,13 +139,20 @@ class Recurrent(nn.Module):
         for p in self.parameters(): nn.init.normal_(p, std=c.d_model ** -0.5)
         self.scale = c.d_model ** 0.5 # logits and embedded words start with spread 1, as in `Transformer`
         self.encoder, self.dropout = RecurrentEncoder(c), Dropout(c.dropout)
-        self.cells = nn.ModuleList(nn.LSTMCell(2*c.d_model if i == 0 else c.d_model, c.d_model) for i in range(c.n_layers))
-        self.compatibility, self.join = Compatibility(c.d_model, c.attention), nn.Linear(2*c.d_model, c.d_model, bias=False)
+        self.cells = nn.ModuleList(nn.LSTMCell(2*c.d_model if i == 0 else c.d_model, c.d_model)
+                                   for i in range(c.n_layers))
+        self.compatibility, self.join = (Compatibility(c.d_model, c.attention),
+                                         nn.Linear(2*c.d_model, c.d_model, bias=False))
 
-    def embed_src(self, src: Int[Tensor, "*b"]) -> Float[Tensor, "*b d"]: return self.dropout(self.src_embed(src) * self.scale)
-    def embed_tgt(self, tgt: Int[Tensor, "*b"]) -> Float[Tensor, "*b d"]: return self.dropout(self.tgt_embed(tgt) * self.scale)
+    def embed_src(self, src: Int[Tensor, "*b"]) -> Float[Tensor, "*b d"]:
+        return self.dropout(self.src_embed(src) * self.scale)
 
-    def encode(self, src: Int[Tensor, "b n"]) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "l b d"], Float[Tensor, "l b d"]]:
+    def embed_tgt(self, tgt: Int[Tensor, "*b"]) -> Float[Tensor, "*b d"]:
+        return self.dropout(self.tgt_embed(tgt) * self.scale)
+
+    def encode(
+        self, src: Int[Tensor, "b n"],
+    ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "l b d"], Float[Tensor, "l b d"]]:
         "The memory, and the states that the decoder's layers start from."
         return self.encoder(self.embed_src(src), (src != PAD).sum(1))
 
@@ -150,13 +160,17 @@ class Recurrent(nn.Module):
         "A batch of sources that has been read, before the first word is written."
         return RecurrentState(self, src)
 
-    def look(self, src: Int[Tensor, "b n"], tgt: Int[Tensor, "b m"]) -> tuple[Float[Tensor, "b m d"], Float[Tensor, "b m n"]]:
+    def look(
+        self, src: Int[Tensor, "b n"], tgt: Int[Tensor, "b m"],
+    ) -> tuple[Float[Tensor, "b m d"], Float[Tensor, "b m n"]]:
         "Teacher forcing: what the output layer reads at each target position, and where the decoder looked."
         state = self.decoding_state(src)
         steps = [(state.step(words), state.weights[:, 0]) for words in self.embed_tgt(tgt).unbind(1)]
         return tuple(torch.stack(part, 1) for part in zip(*steps))
 
-    def attention_maps(self, src: Int[Tensor, "1 n"], tgt: Int[Tensor, "1 m"]) -> tuple[None, None, Float[Tensor, "1 1 m n"]]:
+    def attention_maps(
+        self, src: Int[Tensor, "1 n"], tgt: Int[Tensor, "1 m"],
+    ) -> tuple[None, None, Float[Tensor, "1 1 m n"]]:
         "For `Translator.attention`: there is one attention, and it looks at the source."
         return None, None, self.look(src, tgt)[1][None]
 

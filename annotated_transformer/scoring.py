@@ -57,13 +57,16 @@ def lowercased_tokenized(
     texts: Sequence[str],
     lang: str = 'en', # whose rules: 'en', 'de', 'fr', ...
 ) -> list[str]: # each with a space between any two words
-    "Sentences as the literature's Multi30k has them: lower-cased, punctuation normalised, cut by the rules of Moses' tokenizer."
+    """Sentences as the literature's Multi30k has them:
+    lower-cased, punctuation normalised, cut by the rules of Moses' tokenizer.
+    """
     from sacremoses import MosesPunctNormalizer, MosesTokenizer
     normalizer, tokenizer = MosesPunctNormalizer(lang), MosesTokenizer(lang)
     return [tokenizer.tokenize(normalizer.normalize(text.lower()), return_str=True) for text in texts]
 
 # %% ../nbs/22_scoring.ipynb #47-82a06e
-CUT = dict(lowercase=True, tokenize='none', force=True) # sacreBLEU's settings for words that stand between spaces already
+# sacreBLEU's settings for words that stand between spaces already
+CUT = dict(lowercase=True, tokenize='none', force=True)
 
 def tokenized_bleu(
     translations: Sequence[str], # lower-cased and cut into words, by a system that was trained on such text
@@ -85,7 +88,8 @@ def lowercased_tokenized_bleu(
     check_corpus(translations, references)
     theirs = references if tokenized else lowercased_tokenized(references, lang)
     found, signature = tokenized_bleu(lowercased_tokenized(translations, lang), theirs)
-    return found, f"lower-cased, then cut by the rules of Moses (sacremoses {metadata.version('sacremoses')}): {signature}"
+    return found, ('lower-cased, then cut by the rules of Moses '
+                   f"(sacremoses {metadata.version('sacremoses')}): {signature}")
 
 # %% ../nbs/22_scoring.ipynb #54-1a2dd7
 @dataclass(frozen=True)
@@ -134,7 +138,8 @@ def compare(
     check_corpus(translations, references)
     check_corpus(against, references)
     signature, (theirs, ours) = resampled([against, translations], references, samples)
-    same = list(translations) == list(against) # two copies of one system: the library calls no difference at all significant
+    # two copies of one system: the library calls no difference at all significant
+    same = list(translations) == list(against)
     return Comparison(float(ours.score), float(theirs.score), 1. if same else float(ours.p_value), signature)
 
 # %% ../nbs/22_scoring.ipynb #42-2b3e03
@@ -156,10 +161,11 @@ def score_groups(
 # %% ../nbs/22_scoring.ipynb #70-55e47d
 def length_groups(
     texts: Sequence[str], # usually the references
-    edges: Sequence[int] = (5, 10, 15, 20, 30, 50), # words of the longest sentence in each group but the last; ascending
+    edges: Sequence[int] = (5, 10, 15, 20, 30, 50), # words of the longest sentence in each group but the last; rising
 ) -> list[str]: # for each text the name of its group, by words: '1-5', '6-10', ..., '51+'
     "Which sentences are alike in length. Words are what stands between spaces."
-    if list(edges) != sorted(set(edges)) or not edges or edges[0] < 1: raise ValueError(f'edges={edges} must ascend from 1 on')
+    if list(edges) != sorted(set(edges)) or not edges or edges[0] < 1:
+        raise ValueError(f'edges={edges} must ascend from 1 on')
     names = [f'{low + 1}-{high}' for low, high in zip((0, *edges), edges)] + [f'{edges[-1] + 1}+']
     return [names[bisect_left(edges, max(1, len(text.split())))] for text in texts]
 
@@ -183,7 +189,8 @@ def plot_groups(
     if ax is None: ax = plt.subplots(figsize=(7, 1.2 + 0.28*len(scores)), dpi=80, layout='constrained')[1]
     bars = ax.barh([*scores], [part.bleu for part in scores.values()], color='#0072B2')
     ax.bar_label(bars, [f'{part.bleu:.1f}  ({part.sentences})' for part in scores.values()], padding=3, fontsize=8)
-    ax.set(title=title, xlabel='BLEU (sentences)', ylabel=ylabel, xlim=(0, 1.2*max(5, *(part.bleu for part in scores.values()))))
+    ax.set(title=title, xlabel='BLEU (sentences)', ylabel=ylabel,
+           xlim=(0, 1.2*max(5, *(part.bleu for part in scores.values()))))
     ax.invert_yaxis()
     return ax
 
@@ -200,11 +207,13 @@ def report(
     found = asdict(score(translations, references))
     if samples:
         interval = bleu_interval(translations, references, samples)
-        found |= dict(bleu_mean=interval.mean, bleu_half_width=interval.half_width, bleu_interval_signature=interval.signature)
+        found |= dict(bleu_mean=interval.mean, bleu_half_width=interval.half_width,
+                      bleu_interval_signature=interval.signature)
     if against is not None:
         found |= dict(against_bleu=score(against, references).bleu)
         if samples: found |= dict(p_value=compare(translations, against, references, samples).p_value)
-    older, how = lowercased_tokenized_bleu(translations, tokenized_references or references, lang, bool(tokenized_references))
+    older, how = lowercased_tokenized_bleu(translations, tokenized_references or references, lang,
+                                           bool(tokenized_references))
     by_length = score_by_length(translations, references)
     return found | dict(lowercased_tokenized_bleu=older, lowercased_tokenized_signature=how, by_length=brief(by_length))
 

@@ -429,7 +429,8 @@ visit visits visited | besuchen besucht hat besucht | person | acc person visit 
 open opens opened | aufmachen macht_auf hat aufgemacht | person | acc open |
 close closes closed | zumachen macht_zu hat zugemacht | person | acc shut |
 put_on puts_on put_on | anziehen zieht_an hat angezogen | person | acc clothes |
-bring_along brings_along brought_along | mitbringen bringt_mit hat mitgebracht | person | acc flat upright food hang | for
+bring_along brings_along brought_along | mitbringen bringt_mit hat mitgebracht | person \
+| acc flat upright food hang | for
 clean_up cleans_up cleaned_up | aufräumen räumt_auf hat aufgeräumt | person | acc tidy | for
 invite invites invited | einladen lädt_ein hat eingeladen | person | acc person |
 lay lays laid | legen legt hat gelegt | person | acc flat | ! >on >under >beside >inside

@@ -21,8 +21,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 
 from .batches import Batch, BatchLoader
-from .checkpoints import (Progress, append_log, best_steps, checkpoint_name, cut_log, fill, keep, latest,
-                                               load_checkpoint, read_log, save_checkpoint, save_model)
+from .checkpoints import (
+    Progress, append_log, best_steps, checkpoint_name, cut_log, fill, keep, latest,
+    load_checkpoint, read_log, save_checkpoint, save_model)
 from .distributed import World
 from .losses import linear_cross_entropy, r_drop_loss
 from .optimizer import learning_rate, make_optimizer, paper_peak, set_rate
@@ -39,7 +40,8 @@ def batch_loss(
     "Teacher forcing; padding is dropped before the output layer, so nothing is computed for it."
     real = batch.tgt_out != PAD
     hidden = (states or model.states)(batch.src, batch.tgt_in)[real]  # (n_tokens, d_model)
-    return linear_cross_entropy(hidden, model.output.weight, batch.tgt_out[real], label_smoothing, bias=model.output.bias)
+    return linear_cross_entropy(hidden, model.output.weight, batch.tgt_out[real], label_smoothing,
+                                bias=model.output.bias)
 
 # %% ../nbs/16_training.ipynb #15-9bb18c
 @dataclass(frozen=True)
@@ -80,10 +82,12 @@ class TrainConfig:
         for name in 'r_drop r_drop_from keep_best'.split():
             if getattr(self, name) < 0: raise ValueError(f'{name}={getattr(self, name)} must be at least 0')
         for name in 'label_smoothing ema'.split():
-            if not 0 <= getattr(self, name) < 1: raise ValueError(f'{name}={getattr(self, name)} must be at least 0 and below 1')
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f'{name}={getattr(self, name)} must be at least 0 and below 1')
         if self.clip_norm <= 0: raise ValueError(f'clip_norm={self.clip_norm} must be positive')
         for name, known in (('monitor', ('val_loss', 'val_bleu')), ('precision', ('float32', 'bfloat16'))):
-            if getattr(self, name) not in known: raise ValueError(f'{name}={getattr(self, name)!r} is unknown: choose {" or ".join(known)}')
+            if getattr(self, name) not in known:
+                raise ValueError(f'{name}={getattr(self, name)!r} is unknown: choose {" or ".join(known)}')
 
 # %% ../nbs/16_training.ipynb #18-3b2a6b
 class Objective(nn.Module):
@@ -94,7 +98,8 @@ class Objective(nn.Module):
         config: TrainConfig = TrainConfig(), # label_smoothing, r_drop, precision, compile
     ):
         super().__init__()
-        self.model, self.config, self.r_drop = model, config, config.r_drop # a Trainer sets `r_drop` when its time has come
+        # a Trainer sets `r_drop` when its time has come
+        self.model, self.config, self.r_drop = model, config, config.r_drop
         self.states = torch.compile(model.states) if config.compile else model.states
 
     def forward(self, batch: Batch) -> Float[Tensor, ""]: # nats, summed over the batch's real target tokens
@@ -107,9 +112,10 @@ class Objective(nn.Module):
     def two_passes(self, batch: Batch) -> Float[Tensor, ""]:
         "Every sentence twice in one batch, so each copy meets a dropout of its own."
         real = batch.tgt_out != PAD
-        one, two = (states[real] for states in self.states(torch.cat([batch.src] * 2), torch.cat([batch.tgt_in] * 2)).chunk(2))
-        both = r_drop_loss(one, two, self.model.output.weight, batch.tgt_out[real], self.config.label_smoothing, self.r_drop,
-                           bias=self.model.output.bias)
+        one, two = (states[real]
+                    for states in self.states(torch.cat([batch.src] * 2), torch.cat([batch.tgt_in] * 2)).chunk(2))
+        both = r_drop_loss(one, two, self.model.output.weight, batch.tgt_out[real],
+                           self.config.label_smoothing, self.r_drop, bias=self.model.output.bias)
         return both / 2 # of one pass, so that figures compare
 
 # %% ../nbs/16_training.ipynb #22-ffd108
@@ -121,7 +127,10 @@ def train_step(
     clip_norm: float = 1.0,
     world: World = World(),   # the processes that share each batch; alone unless given
 ) -> float: # the loss per target token, from before the update, in nats
-    "One update: loss, gradient, clipping, Adam. Raises FloatingPointError, and changes no weight, when loss or gradient is not finite."
+    """One update: loss, gradient, clipping, Adam.
+
+    Raises FloatingPointError, and changes no weight, when loss or gradient is not finite.
+    """
     tokens, total = sum(batch.global_tokens for batch in batches), 0.0
     optimizer.zero_grad()
     for i, batch in enumerate(batches):
@@ -131,8 +140,10 @@ def train_step(
         total = total + loss.detach()
     length = nn.utils.clip_grad_norm_(objective.parameters(), clip_norm)
     mean = world.sum(total.item())[0] / tokens
-    if not math.isfinite(mean): raise FloatingPointError(f'the loss is {mean} at rate {rate:.2e}')
-    if not math.isfinite(length): raise FloatingPointError(f'the gradient is {length:.0f} long at rate {rate:.2e}, the loss {mean:.3f}')
+    if not math.isfinite(mean):
+        raise FloatingPointError(f'the loss is {mean} at rate {rate:.2e}')
+    if not math.isfinite(length):
+        raise FloatingPointError(f'the gradient is {length:.0f} long at rate {rate:.2e}, the loss {mean:.3f}')
     set_rate(optimizer, rate)
     optimizer.step()
     return mean
@@ -222,13 +233,16 @@ class Reporter:
     def milestone(self, at: Progress, figures: dict) -> None:
         "The figures of a validation, above the bar too."
         self.write(at, figures)
-        if not self.bar.disable: self.bar.write(f'step {at.step}: ' + ', '.join(f'{k} {v:.3f}' for k, v in figures.items()), file=sys.stderr)
+        if not self.bar.disable:
+            self.bar.write(f'step {at.step}: ' + ', '.join(f'{k} {v:.3f}' for k, v in figures.items()),
+                           file=sys.stderr)
 
 # %% ../nbs/16_training.ipynb #41-d4c1a7
 def board(folder: Path):
     "A writer of TensorBoard events. Raises ValueError that says how to install it."
     try: from torch.utils.tensorboard import SummaryWriter
-    except ImportError: raise ValueError("tensorboard is not installed: pip install 'annotated_transformer[tensorboard]'") from None
+    except ImportError:
+        raise ValueError("tensorboard is not installed: pip install 'annotated_transformer[tensorboard]'") from None
     return SummaryWriter(str(folder))
 
 def timed_log(out: Path) -> list[dict]:
@@ -322,16 +336,19 @@ class Run:
     def prune(self) -> None:
         "Remove all checkpoints but the newest, the last `average` that were validated, and the best."
         rows, c = self.validations(), self.config
-        keep(self.out, 1, [row['step'] for row in rows[-c.average:]] + best_steps(rows, c.monitor, max(c.keep_best, c.average * c.average_best)))
+        keep(self.out, 1, [row['step'] for row in rows[-c.average:]]
+                          + best_steps(rows, c.monitor, max(c.keep_best, c.average * c.average_best)))
 
     def finish(self) -> nn.Module:
         "Validate last weights, best checkpoint and averages (6.1), keep the best of them, and write it."
         if not any(row['step'] == self.at.step for row in self.validations()): self.milestone()
         if self.world.leader:
             self.prune() # what a kill just after the last checkpoint left
-            found = {name: (self.figures(fill(self.model, weights))[self.config.monitor], weights) for name, weights in self.candidates().items()}
+            found = {name: (self.figures(fill(self.model, weights))[self.config.monitor], weights)
+                     for name, weights in self.candidates().items()}
             row = {f'{self.config.monitor}_{name}': figure for name, (figure, _) in found.items()}
-            if not any(row.keys() <= old.keys() for old in read_log(self.out / 'log.jsonl')): self.reporter.milestone(self.at, row)
+            if not any(row.keys() <= old.keys() for old in read_log(self.out / 'log.jsonl')):
+                self.reporter.milestone(self.at, row)
             choose = min if self.config.monitor == 'val_loss' else max
             self.save(fill(self.model, choose(found.values(), key=lambda pair: pair[0])[1]).eval(), self.out)
         self.world.share(self.model)
@@ -344,7 +361,8 @@ class Run:
         c, rows = self.config, self.validations()
         best, last = best_steps(rows, c.monitor, len(rows)), [row['step'] for row in rows]
         found = dict(last=weights(self.model))
-        if best[0] != self.at.step and stored(best[0]).exists(): found['best'] = safetensors.torch.load_file(stored(best[0]))
+        if best[0] != self.at.step and stored(best[0]).exists():
+            found['best'] = safetensors.torch.load_file(stored(best[0]))
         steps = best[:c.average] if c.average_best else last[-c.average:]
         paths = [stored(step) for step in steps if stored(step).exists()]
         if len(paths) > 1: found['averaged'] = average_weights(paths)
@@ -359,7 +377,9 @@ class Trainer(Run):
         try:
             with self.reporter.open_bar(self.share), noting_signals() as self.noted:
                 while not self.done(): self.epoch(at)
-        finally: self.objective = None # it may hold connections to other processes, which must close before this one ends
+        finally:
+            # it may hold connections to other processes, which must close before this one ends
+            self.objective = None
         return self.finish()
 
     def epoch(self, at: Progress) -> None:
@@ -380,7 +400,8 @@ class Trainer(Run):
     def step(self, batches: Sequence[Batch]) -> None:
         "One update, counted and, every `log_every` steps, reported."
         at, c = self.at, self.config
-        rate, tokens = learning_rate(at.step + 1, self.peak_rate, c.warmup), sum(batch.global_tokens for batch in batches)
+        rate, tokens = (learning_rate(at.step + 1, self.peak_rate, c.warmup),
+                        sum(batch.global_tokens for batch in batches))
         seed_step(c.seed, at.step + 1, self.world.rank)
         self.loss.r_drop = c.r_drop if at.step >= c.r_drop_from else 0.
         try: loss = train_step(self.objective, batches, self.optimizer, rate, c.clip_norm, self.world)
@@ -388,7 +409,8 @@ class Trainer(Run):
         if self.ema: self.ema.update_parameters(self.model)
         at.step, at.batch, at.tokens = at.step + 1, at.batch + len(batches), at.tokens + tokens
         at.loss, at.counted = at.loss + loss * tokens, at.counted + tokens
-        asked, minutes = self.world.sum(len(self.noted), (time.monotonic() - self.began) / 60) # all agree on when to stop
+        # all agree on when to stop
+        asked, minutes = self.world.sum(len(self.noted), (time.monotonic() - self.began) / 60)
         self.asked_to_stop, at.minutes = asked > 0, minutes / self.world.size
         if at.step % c.log_every == 0:
             if self.world.leader: self.reporter.line(at, rate)
@@ -398,21 +420,26 @@ class Trainer(Run):
         "The weights are still those from before the step: save them, and say which step it was."
         at = self.at
         if self.world.leader: save_checkpoint(self.out, self.model, self.optimizer, at, self.save, self.ema)
-        raise FloatingPointError(f'step {at.step + 1}, batch {at.batch} of epoch {at.epoch}: {error}; the state before it is saved in '
-                                 f'{self.out}/checkpoints: try a lower rate, a longer warm-up or a smaller clip_norm') from None
+        raise FloatingPointError(
+            f'step {at.step + 1}, batch {at.batch} of epoch {at.epoch}: {error}; '
+            f'the state before it is saved in {self.out}/checkpoints: '
+            'try a lower rate, a longer warm-up or a smaller clip_norm') from None
 
     def leave(self) -> None:
         "Save, and end the run as it was asked to."
         if self.world.leader: save_checkpoint(self.out, self.model, self.optimizer, self.at, self.save, self.ema)
         self.world.wait()
-        raise Interrupted(f'step {self.at.step} is saved in {self.out}: the same command goes on from there', (self.noted or [signal.SIGTERM])[0])
+        raise Interrupted(f'step {self.at.step} is saved in {self.out}: the same command goes on from there',
+                          (self.noted or [signal.SIGTERM])[0])
 
     @property
     def share(self) -> float: # at most 1
         "How much of the run is behind it, by the limit that is nearest."
         at, c = self.at, self.config
         epochs = at.epoch + min(at.batch / len(self.batches), 0.999)
-        return min(1.0, max(at.step / c.max_steps, epochs / (c.max_epochs or math.inf), at.minutes / (c.max_minutes or math.inf)))
+        return min(1.0, max(at.step / c.max_steps,
+                            epochs / (c.max_epochs or math.inf),
+                            at.minutes / (c.max_minutes or math.inf)))
 
     def done(self) -> bool:
         "Whether a limit is reached; the bar shows how near the nearest one is."

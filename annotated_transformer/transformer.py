@@ -14,7 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from .attention import MultiHeadAttention, causal_mask, padding_mask
-from .layers import Activation, Decoder, DecoderCache, Dropout, Encoder, FeedForward, Norm, keep_heads
+from .layers import (
+    Activation, Decoder, DecoderCache, Dropout, Encoder, FeedForward, Norm, keep_heads)
 from .positions import (
     AlibiPositions, LearnedPositions, NoPositions, Positions, RotaryPositions, SinusoidalPositions)
 from .vocabulary import PAD
@@ -35,7 +36,8 @@ def _check_settings(c):
     if c.positions == 'sinusoidal' and c.d_model % 2:
         raise ValueError(f'd_model={c.d_model} is odd: sinusoids come in pairs, choose an even width')
     if c.positions == 'rotary' and c.head_width % 2:
-        raise ValueError(f'd_k={c.head_width} is odd: rotary positions turn pairs of numbers, choose an even width of heads')
+        raise ValueError(f'd_k={c.head_width} is odd: rotary positions turn pairs of numbers, '
+                         'choose an even width of heads')
     if not 0 <= c.dropout < 1: raise ValueError(f'dropout={c.dropout} must be at least 0 and below 1')
     for name, known in (('norm', Norm), ('positions', Positions), ('init', Init), ('activation', Activation)):
         if getattr(c, name) not in get_args(known):
@@ -44,12 +46,14 @@ def _check_settings(c):
 def _check_kept_heads(c):
     "`kept_heads` without what says nothing, in order. Raises ValueError for attentions and heads that are not there."
     kept = c.kept_heads or {}
-    if not isinstance(kept, dict): raise ValueError(f'kept_heads={kept!r} must say for some attentions which heads they have')
+    if not isinstance(kept, dict):
+        raise ValueError(f'kept_heads={kept!r} must say for some attentions which heads they have')
     for name, heads in kept.items():
         if name not in c.attentions: raise ValueError(f'kept_heads: there is no {name}, but {", ".join(c.attentions)}')
         if not isinstance(heads, (list, tuple)) or [h for h in range(c.n_heads) if h in heads] != sorted(heads):
             raise ValueError(f'kept_heads of {name} are {heads}: choose different ones from 0 to {c.n_heads - 1}')
-    return {name: sorted(kept[name]) for name in c.attentions if len(kept.get(name, range(c.n_heads))) < c.n_heads} or None
+    return {name: sorted(kept[name]) for name in c.attentions
+            if len(kept.get(name, range(c.n_heads))) < c.n_heads} or None
 
 # %% ../nbs/04_transformer.ipynb #06-7d14f4
 @dataclass(frozen=True)
@@ -67,10 +71,11 @@ class TransformerConfig:
     positions: Positions = 'sinusoidal' # added to the tokens (3.5; row E), or inside self-attention: alibi, rotary
     max_len: int = 512       # the most positions a sentence may have, end mark included
     tied: bool = True        # one matrix embeds source and target and scores the output (3.4)
-    init: Init = 'glorot'    # how matrices are drawn; 'scaled' makes what each sublayer adds smaller, the deeper the stack
+    init: Init = 'glorot' # how matrices are drawn; 'scaled' makes what each sublayer adds smaller, the deeper the stack
     activation: Activation = 'relu' # what bends the feed-forward networks' inner layer (3.3)
     output_bias: bool = False # give every word a logit of its own besides, whatever the state; the paper has none
-    kept_heads: dict[str, list[int]] | None = field(default=None, hash=False) # of attentions that lost some; None: all (page 31)
+    kept_heads: dict[str, list[int]] | None = field( # of attentions that lost some; None: all (page 31)
+        default=None, hash=False)
 
     def __post_init__(self):
         _check_settings(self)
@@ -89,7 +94,8 @@ class TransformerConfig:
 
     def heads(self, attention: str) -> list[int]:
         "Which heads an attention has: all, unless some were taken out. Raises ValueError for an unknown name."
-        if attention not in self.attentions: raise ValueError(f'there is no {attention}, but {", ".join(self.attentions)}')
+        if attention not in self.attentions:
+            raise ValueError(f'there is no {attention}, but {", ".join(self.attentions)}')
         return list((self.kept_heads or {}).get(attention, range(self.n_heads)))
 
     @classmethod
@@ -197,7 +203,8 @@ class Transformer(Embeddings):
         self.encoder = Encoder(c.n_layers, c.d_model, **stack)
         self.decoder = Decoder(c.n_layers, c.d_model, **stack)
         for stack in (self.encoder, self.decoder): initialize(stack, c.init)
-        for name, heads in (c.kept_heads or {}).items(): self.set_submodule(name, keep_heads(self.get_submodule(name), heads))
+        for name, heads in (c.kept_heads or {}).items():
+            self.set_submodule(name, keep_heads(self.get_submodule(name), heads))
 
     def encode(
         self,

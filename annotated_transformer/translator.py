@@ -74,7 +74,8 @@ class Account:
     first: str = ''   # the first of these, in words
 
     def text(self, what) -> str:
-        "A string as it is, bytes as UTF-8; for anything else nothing or, if strict, ValueError with the number of the line."
+        """A string as it is, bytes as UTF-8;
+        for anything else nothing or, if strict, ValueError with the number of the line."""
         self.read += 1
         try:
             if isinstance(what, str): return what
@@ -92,9 +93,12 @@ class Account:
 
     def tell(self) -> None:
         "A warning for what was cut, and one for what was no text; none for neither."
-        if self.cut: warnings.warn(f'{self.cut} of {self.read} sentences had more than the {self.room} tokens that the model '
-                                   f'has positions for (the longest {self.longest}) and were cut there')
-        if self.bad: warnings.warn(f'{self.bad} of {self.read} lines could not be read and were left empty, the first: {self.first}')
+        if self.cut:
+            warnings.warn(f'{self.cut} of {self.read} sentences had more than the {self.room} tokens '
+                          f'that the model has positions for (the longest {self.longest}) and were cut there')
+        if self.bad:
+            warnings.warn(f'{self.bad} of {self.read} lines could not be read and were left empty, '
+                          f'the first: {self.first}')
 
 # %% ../nbs/23_translator.ipynb #11-c963ac
 @dataclass(frozen=True)
@@ -110,7 +114,8 @@ def attention_maps(
     model: nn.Module,
     src: Int[Tensor, "1 n"], # source ids with EOS
     tgt: Int[Tensor, "1 m"], # target ids from BOS on
-) -> tuple[Float[Tensor, "l h n n"] | None, Float[Tensor, "l h m m"] | None, Float[Tensor, "l h m n"]]: # encoder, decoder, cross
+) -> tuple[ # encoder, decoder, cross
+    Float[Tensor, "l h n n"] | None, Float[Tensor, "l h m m"] | None, Float[Tensor, "l h m n"]]:
     "The weights of every layer and head; a model without self-attention has a method that says what it has."
     if hasattr(model, 'attention_maps'): return model.attention_maps(src, tgt)
     with record_attention(model) as seen: model(src, tgt)
@@ -121,7 +126,9 @@ def attention_maps(
         for i, name in enumerate(names):
             if name in seen: found[i, c.heads(name)] = seen[name][0][0].float()
         return found
-    return maps('encoder', 'self_attention', src, src), maps('decoder', 'self_attention', tgt, tgt), maps('decoder', 'cross_attention', tgt, src)
+    return (maps('encoder', 'self_attention', src, src),
+            maps('decoder', 'self_attention', tgt, tgt),
+            maps('decoder', 'cross_attention', tgt, src))
 
 # %% ../nbs/23_translator.ipynb #13-61e1fd
 FILES = 'config.json', 'model.safetensors', 'tokenizer.json', 'training.json' # what a model's folder holds
@@ -141,7 +148,10 @@ class ModelFolder:
 
     @classmethod
     def load(cls, folder: str | Path = SHIPPED, device: str | None = None) -> 'ModelFolder':
-        "What `save` wrote; without a folder, the toy model of the package. Raises FileNotFoundError or ValueError that names the file at fault."
+        """What `save` wrote; without a folder, the toy model of the package.
+
+        Raises FileNotFoundError or ValueError that names the file at fault.
+        """
         folder = Path(folder)
         model = load_model(folder)
         if not (folder / 'tokenizer.json').is_file():
@@ -162,7 +172,8 @@ class ModelFolder:
     def device(self) -> torch.device: return self.model.output.weight.device
     @property
     def decoding(self) -> DecodingConfig:
-        "How this model decodes unless told otherwise: `decoding` in its `training.json`, or else as in the paper (6.1)."
+        """How this model decodes unless told otherwise:
+        `decoding` in its `training.json`, or else as in the paper (6.1)."""
         return decoding_of(self.training)
 
     def encode(self, texts: Sequence[str], account: Account | None = None) -> list[list[int]]:
@@ -187,12 +198,16 @@ class SharedFolder(ModelFolder):
         revision: str | None = None, # a branch, tag or commit there; the newest unless given
         device: str | None = None,
     ) -> 'SharedFolder':
-        "The model in a folder or on the hub, which is kept in the hub's cache. Raises OSError, ImportError or what `load` does."
+        """The model in a folder or on the hub, which is kept in the hub's cache.
+
+        Raises OSError, ImportError or what `load` does.
+        """
         if Path(name).is_dir(): return cls.load(name, device)
         hub = hub_client()
         with hub_errors(f'{name} is no folder here and could not be fetched from the Hugging Face Hub'):
             folder = hub.snapshot_download(str(name), revision=revision, allow_patterns=list(FILES))
-        if not (Path(folder) / 'config.json').is_file(): raise FileNotFoundError(f'{name} on the Hugging Face Hub has no config.json')
+        if not (Path(folder) / 'config.json').is_file():
+            raise FileNotFoundError(f'{name} on the Hugging Face Hub has no config.json')
         return cls.load(folder, device)
 
     def push_to_hub(
@@ -212,7 +227,9 @@ class SharedFolder(ModelFolder):
 def hub_client():
     "The library `huggingface_hub`. Raises ImportError that says how to install it."
     try: import huggingface_hub
-    except ImportError: raise ImportError("the Hugging Face Hub needs a library: pip install 'annotated_transformer[hub]'") from None
+    except ImportError:
+        raise ImportError("the Hugging Face Hub needs a library: "
+                          "pip install 'annotated_transformer[hub]'") from None
     return huggingface_hub
 
 @contextmanager
@@ -245,7 +262,8 @@ class Translator(SharedFolder):
         **options, # of `DecodingConfig`: beam_size, alpha, ...; the model's own where none is given
     ) -> str | list[str] | Iterator[str]: # as many translations as sentences, in their order
         "Translate; an empty text has an empty translation, and company changes nothing."
-        if options.setdefault('n_best', 1) != 1: raise ValueError('translate gives one translation of each sentence: translate_n_best gives more')
+        if options.setdefault('n_best', 1) != 1:
+            raise ValueError('translate gives one translation of each sentence: translate_n_best gives more')
         found = self.translations(text, max_tokens, progress_bar, on_error, prefix, read_ahead, total, **options)
         if isinstance(text, (str, bytes)): return found[0].text
         texts = (ways[0].text for ways in found)
@@ -256,16 +274,19 @@ class Translator(SharedFolder):
         text: str | Iterable, # as for `translate`
         n_best: int,          # translations of each sentence, at most as many as the beam is wide
         **options,            # of `translate`
-    ) -> list[Translation] | list[list[Translation]] | Iterator[list[Translation]]: # one list for a string, else one for each sentence
+    ) -> list[Translation] | list[list[Translation]] | Iterator[list[Translation]]: # for a string, or for each sentence
         "The best translations of each sentence, best first, with their scores."
         return self.translations(text, n_best=n_best, **options)
 
-    def translations(self, text, max_tokens=4096, progress_bar=False, on_error='warn', prefix=None, read_ahead=2048, total=None, **options):
+    def translations(self, text, max_tokens=4096, progress_bar=False, on_error='warn', prefix=None,
+                     read_ahead=2048, total=None, **options):
         "What both of the above do: lists of `Translation`, one for each sentence."
-        if isinstance(text, (str, bytes)): return self.translations([text], max_tokens, progress_bar, on_error, prefix, **options)[0]
+        if isinstance(text, (str, bytes)):
+            return self.translations([text], max_tokens, progress_bar, on_error, prefix, **options)[0]
         config, whole = replace(self.decoding, **options), isinstance(text, (list, tuple))
         if on_error not in ('warn', 'raise'): raise ValueError(f"on_error={on_error!r} must be 'warn' or 'raise'")
-        items = zip(text, repeat(prefix)) if prefix is None or isinstance(prefix, str) else zip(text, prefix, strict=True)
+        items = (zip(text, repeat(prefix)) if prefix is None or isinstance(prefix, str)
+                 else zip(text, prefix, strict=True))
         parts = [list(items)] if whole else chunks(items, read_ahead)
         found = self.stream(parts, config, max_tokens, on_error == 'raise', len(text) if whole else total, progress_bar)
         return list(found) if whole else found
@@ -308,7 +329,8 @@ class Translator(SharedFolder):
         rows, done = self.encode(text), [''] * len(text)
         for group in by_length(rows, max_tokens):
             src = pad_rows([rows[i] for i in group]).to(self.device)
-            for i, h in zip(group, sample(self.model, src, temperature, top_k, top_p, generator, self.decoding.max_extra)):
+            for i, h in zip(group, sample(self.model, src, temperature, top_k, top_p, generator,
+                                          self.decoding.max_extra)):
                 done[i] = self.tokenizer.decode(h.ids, self.tokenizer.langs[1])
         return done
 
@@ -320,19 +342,25 @@ class Translator(SharedFolder):
     ) -> float | list[float]: # log-probabilities in nats: of all tokens of a translation, and of its end
         "How likely the model holds given translations, for ranking and for comparing: teacher forcing (page 21)."
         if isinstance(text, str): return self.score([text], [translation], max_tokens)[0]
-        if len(text) != len(translation): raise ValueError(f'{len(text)} texts cannot be scored with {len(translation)} translations')
+        if len(text) != len(translation):
+            raise ValueError(f'{len(text)} texts cannot be scored with {len(translation)} translations')
         room, done = self.model.config.max_len - 1, [0.] * len(text)
-        src, tgt = self.encode(text), [row[:room] for row in self.tokenizer.encode_batch(list(translation), self.tokenizer.langs[1])]
+        src, tgt = self.encode(text), [
+            row[:room] for row in self.tokenizer.encode_batch(list(translation), self.tokenizer.langs[1])]
         longer = [max(a, b, key=len) + [EOS] for a, b in zip(src, tgt)] # none of which is EOS alone
         for group in by_length(longer, max_tokens):
-            found = score_translations(self.model, pad_rows([src[i] for i in group]).to(self.device), [tgt[i] for i in group])
+            found = score_translations(self.model, pad_rows([src[i] for i in group]).to(self.device),
+                                       [tgt[i] for i in group])
             for i, log_prob in zip(group, found.tolist()): done[i] = log_prob
         return done
 
-    def perplexity(self, text: Sequence[str], translation: Sequence[str]) -> float: # per token, of all translations together
+    def perplexity(
+        self, text: Sequence[str], translation: Sequence[str]
+    ) -> float: # per token, of all translations together
         "Table 3: among how many tokens, on average, the model hesitates when it has to write these translations."
         room = self.model.config.max_len - 1
-        tokens = sum(min(len(row), room) + 1 for row in self.tokenizer.encode_batch(list(translation), self.tokenizer.langs[1]))
+        tokens = sum(min(len(row), room) + 1
+                     for row in self.tokenizer.encode_batch(list(translation), self.tokenizer.langs[1]))
         return perplexity(-sum(self.score(text, translation)) / tokens)
 
     @torch.no_grad()
@@ -349,7 +377,9 @@ class Translator(SharedFolder):
         return AttentionMaps(self.tokenizer.tokens(src), self.tokenizer.tokens(tgt),
                              *(None if maps is None else maps.float().cpu() for maps in found))
 
-    def explore(self, text: str, translation: str | None = None): # a picture for a page; `.save(path)` makes a file of it
+    def explore(
+        self, text: str, translation: str | None = None
+    ): # a picture for a page; `.save(path)` makes a file of it
         "The maps of `attention` as an interactive picture (page 30)."
         from annotated_transformer.visualize import explore
         return explore(self, text, translation)

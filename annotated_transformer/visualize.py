@@ -61,7 +61,10 @@ def plot_heatmap(
     signed: bool = False,           # two-sided colours, with zero in the middle
     colorbar: bool = True,          # the scale beside the picture
 ): # matplotlib Axes
-    "A matrix as a picture, row 0 on top. Raises ValueError if it is none, or has other than one label to a row or column."
+    """A matrix as a picture, row 0 on top.
+
+    Raises ValueError if it is none, or has other than one label to a row or column.
+    """
     values = _array(matrix)
     if values.ndim != 2: raise ValueError(f'a heat map needs a matrix (rows, columns), not shape {values.shape}')
     rows, columns = values.shape
@@ -134,7 +137,10 @@ def plot_attention_grid(
     title: str = 'Attention by layer and head', # what the picture shows
     vmax: float = 1.,  # weight of the brightest colour, shared by all maps
 ): # matplotlib Figure
-    "Every head of every layer for one sentence, a row of pictures to a layer. Raises ValueError on a batch of sentences."
+    """Every head of every layer for one sentence, a row of pictures to a layer.
+
+    Raises ValueError on a batch of sentences.
+    """
     import matplotlib.pyplot as plt
     if isinstance(maps, Mapping): rows = {name: _array(m) for name, m in maps.items()}
     else:
@@ -159,10 +165,14 @@ def plot_attention_grid(
     return fig
 
 # %% ../nbs/30_attention_maps.ipynb #32-e1b42c
-_KINDS = {'encoder': ('src', 'src'), 'decoder': ('tgt', 'tgt'), 'cross': ('tgt', 'src')} # whose tokens look, and at whose
+# whose tokens look, and at whose
+_KINDS = {'encoder': ('src', 'src'), 'decoder': ('tgt', 'tgt'), 'cross': ('tgt', 'src')}
 
 def _head_rows(kind, maps, queries, keys):
-    "A row for each head, and for each layer's mean: the weights in thousandths, and how peaked they are. Raises ValueError."
+    """A row for each head, and for each layer's mean: the weights in thousandths, and how peaked they are.
+
+    Raises ValueError.
+    """
     for i, layer in enumerate(map(_array, maps)):
         if layer.ndim != 3 or not layer.size or layer.shape[1:] != (len(queries), len(keys)):
             raise ValueError(f'layer {i} of {kind!r} has maps of shape {layer.shape}, not '
@@ -175,9 +185,12 @@ def _head_rows(kind, maps, queries, keys):
                        weights=np.rint(1000*weights).astype(int).ravel().tolist())
 
 def _word_rows(kind, queries, keys):
-    "A row for each token, numbered `q` where it looks and `k` where it is looked at; one that nobody would see, in quotes."
+    """A row for each token, numbered `q` where it looks and `k` where it is looked at;
+    one that nobody would see, in quotes.
+    """
     for number, tokens in dict(q=queries, k=keys).items():
-        yield from ({'kind': kind, number: i, 'text': t if t.strip() else repr(t)} for i, t in enumerate(map(str, tokens)))
+        yield from ({'kind': kind, number: i, 'text': t if t.strip() else repr(t)}
+                    for i, t in enumerate(map(str, tokens)))
 
 # %% ../nbs/30_attention_maps.ipynb #35-d7d4cf
 _PAGE_COLOURS = dict(paper=('#ffffff', '#16181d'), ink=('#1f2328', '#e6e6e6'), faint=('#6b7280', '#9aa0a6'),
@@ -188,7 +201,8 @@ def _parameters(alt, heads, kind, layer, head, threshold):
     kinds = [kind for kind in _KINDS if any(row['kind'] == kind for row in heads)]
     layers, numbers = (sorted({row[name] for row in heads}) for name in ('layer', 'head'))
     control = dict(layer=alt.binding_select(options=layers, name='layer'),
-                   head=alt.binding_select(options=numbers, labels=['mean of heads', *map(str, numbers[1:])], name='head'))
+                   head=alt.binding_select(
+                       options=numbers, labels=['mean of heads', *map(str, numbers[1:])], name='head'))
     follow = dict(queries="kind == 'encoder' ? 'source' : 'target'", keys="kind == 'decoder' ? 'target' : 'source'",
                   hq='isValid(hover.q) ? hover.q[0] : null', hk='isValid(hover.k) ? hover.k[0] : null',
                   **{name: f"dark ? '{night}' : '{day}'" for name, (day, night) in _PAGE_COLOURS.items()})
@@ -205,7 +219,8 @@ def _parameters(alt, heads, kind, layer, head, threshold):
 # %% ../nbs/30_attention_maps.ipynb #37-252073
 class _Canvas:
     "Where things lie, in pixels: tokens looked at, lines, tokens looking, map; the table of heads above them."
-    word, lines, cell, margin = 136, 220, 17, 52 # widths: a column of tokens, the lines, a cell of the table, its labels
+    # widths: a column of tokens, the lines, a cell of the table, its labels
+    word, lines, cell, margin = 136, 220, 17, 52
     def __init__(self, alt, n_layers, n_tokens):
         self.alt, self.right, self.left = alt, self.word + self.lines, 2*self.word + self.lines + 8
         self.step, self.top = max(13, min(26, 600//n_tokens)), max(120, self.cell*n_layers + 60)
@@ -242,7 +257,8 @@ def _table(canvas):
     return [
         canvas.marks('rect', heads, x=x, y=y, **box).properties(name='table'),
         canvas.marks('text', layers, x=first - 12, y=y, align="'right'", text="'layer ' + datum.layer", **label),
-        canvas.marks('text', numbers, x=x, y=12, align="'center'", text="datum.head < 0 ? 'mean' : datum.head", **label),
+        canvas.marks('text', numbers, x=x, y=12, align="'center'",
+                     text="datum.head < 0 ? 'mean' : datum.head", **label),
     ]
 
 # %% ../nbs/30_attention_maps.ipynb #38-55b809
@@ -255,8 +271,9 @@ def _places(canvas):
     return [
         canvas.marks('rect', seen, x=canvas.word/2, y=canvas.row('datum.k'), **box),
         canvas.marks('rect', looking, x=canvas.right + canvas.word/2, y=canvas.row('datum.q'), **box),
-        canvas.marks('rect', canvas.data('heads', _PICKED), x=f'{canvas.left} + {width}/2', y=f'{canvas.top} + {height}/2',
-                     width=width, height=height, fillOpacity=0, stroke='faint', strokeOpacity=0.35),
+        canvas.marks('rect', canvas.data('heads', _PICKED),
+                     x=f'{canvas.left} + {width}/2', y=f'{canvas.top} + {height}/2', width=width, height=height,
+                     fillOpacity=0, stroke='faint', strokeOpacity=0.35),
     ]
 
 def _words(canvas):
@@ -280,9 +297,10 @@ def _weights(canvas):
     one = (canvas.data('heads', _PICKED)
            .transform_calculate(cell='sequence(length(datum.weights))')
            .transform_flatten(['weights', 'cell'])
-           .transform_calculate(q='floor(datum.cell/datum.keys)', k='datum.cell % datum.keys', weight='datum.weights/1000'))
-    some = '(hq != null || hk != null)'                                                    # the pointer is on something,
-    lit = '(hq == null || hq == datum.q) && (hk == null || hk == datum.k)'                 # and this weight belongs to it
+           .transform_calculate(q='floor(datum.cell/datum.keys)', k='datum.cell % datum.keys',
+                                weight='datum.weights/1000'))
+    some = '(hq != null || hk != null)'                                    # the pointer is on something,
+    lit = '(hq == null || hq == datum.q) && (hk == null || hk == datum.k)' # and this weight belongs to it
     shown = one.transform_filter(f'{some} && {lit} && datum.weight >= 0.005')
     of_key, of_query = shown.transform_filter('hq != null'), shown.transform_filter('hk != null')
     key, query, strength = canvas.row('datum.k'), canvas.row('datum.q'), 'min(1, contrast*datum.weight)'
@@ -294,10 +312,12 @@ def _weights(canvas):
         canvas.marks('rect', of_query, x=canvas.right + canvas.word/2, y=query, **tint),
         canvas.marks('text', of_key, x=4, y=key, align="'left'", **figure),
         canvas.marks('text', of_query, x=canvas.left - 12, y=query, align="'right'", **figure),
-        canvas.marks('rule', one.transform_filter('datum.weight >= least'), x=canvas.word + 3, x2=canvas.right - 3, y=key,
-                     y2=query, stroke=colour, strokeOpacity=faded, strokeWidth=f'{some} && {lit} ? 2.4 : 1.6'),
-        canvas.marks('rect', one.transform_filter('datum.weight > 0'), x=canvas.column('datum.k'), y=query, fill=colour,
-                     fillOpacity=faded, width=canvas.step - 1, height=canvas.step - 1, tooltip="format(datum.weight, '.3f')"),
+        canvas.marks('rule', one.transform_filter('datum.weight >= least'),
+                     x=canvas.word + 3, x2=canvas.right - 3, y=key, y2=query,
+                     stroke=colour, strokeOpacity=faded, strokeWidth=f'{some} && {lit} ? 2.4 : 1.6'),
+        canvas.marks('rect', one.transform_filter('datum.weight > 0'),
+                     x=canvas.column('datum.k'), y=query, fill=colour, fillOpacity=faded,
+                     width=canvas.step - 1, height=canvas.step - 1, tooltip="format(datum.weight, '.3f')"),
     ]
 
 # %% ../nbs/30_attention_maps.ipynb #41-032c47
@@ -328,7 +348,8 @@ _PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
-      content="default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:">
+      content="default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; \
+style-src 'unsafe-inline'; img-src data: blob:">
 <title>%(title)s</title>
 <style>%(style)s</style>
 </head>
@@ -357,10 +378,12 @@ const ready = vegaEmbed('#view', spec, options).then(({view}) => {
 </body>
 </html>
 """
-_NOTE = ('Point at a token: on the right, to see where it looks; on the left, to see who looks at it. A line or cell is as '
-         'opaque as its weight (times the contrast) is large. Weights are kept to three digits; lines are drawn from the weight '
-         'of the slider on, %s to begin with, and the map shows all. In the small table a head has the more colour the more '
-         'its tokens look at one place: click to choose it.')
+_NOTE = ('Point at a token: on the right, to see where it looks; on the left, to see who looks at it. '
+         'A line or cell is as opaque as its weight (times the contrast) is large. '
+         'Weights are kept to three digits; lines are drawn from the weight of the slider on, '
+         '%s to begin with, and the map shows all. '
+         'In the small table a head has the more colour the more its tokens look at one place: '
+         'click to choose it.')
 
 # %% ../nbs/30_attention_maps.ipynb #43-57623a
 @functools.cache
@@ -370,7 +393,8 @@ def _vega(version): # of Vega-Lite, as vl-convert writes it
 
 def _write_whole(path, text):
     "Write a file whole, or leave what was there. Raises FileNotFoundError without the folder, OSError."
-    if not path.parent.is_dir(): raise FileNotFoundError(f'{path.name} cannot be saved: there is no folder {path.parent}')
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f'{path.name} cannot be saved: there is no folder {path.parent}')
     temporary = path.with_name(f'.{secrets.token_hex(8)}.tmp')
     try:
         with open(temporary, 'x', encoding='utf-8', errors='replace') as file:
@@ -435,9 +459,12 @@ def _drawing(heads, words, kind, layer, head, threshold):
     import altair as alt
     canvas = _Canvas(alt, 1 + max(row['layer'] for row in heads), 1 + max(row.get('q', row.get('k')) for row in words))
     chart = alt.layer(*_table(canvas), *_places(canvas), *_weights(canvas), *_words(canvas))
-    chart = chart.add_params(*_parameters(alt, heads, kind, layer, head, threshold)).configure_view(stroke=None).properties(
-        width=canvas.left + canvas.extent, height=canvas.top + canvas.extent, background=alt.expr('paper'),
-        description='Attention weights of one sentence pair: lines between its tokens, and the same as a map')
+    chart = (chart.add_params(*_parameters(alt, heads, kind, layer, head, threshold))
+             .configure_view(stroke=None)
+             .properties(width=canvas.left + canvas.extent, height=canvas.top + canvas.extent,
+                         background=alt.expr('paper'),
+                         description='Attention weights of one sentence pair: lines between its tokens, '
+                                     'and the same as a map'))
     return {**chart.to_dict(), 'datasets': dict(heads=heads, words=words)}
 
 # %% ../nbs/30_attention_maps.ipynb #47-d17f40
@@ -447,18 +474,22 @@ def explore(
     text: str | None = None,        # a sentence for that to translate
     translation: str | None = None, # what it is made to write; its own translation unless given
     title: str | None = None,       # above the page; the text, if there is one
-    kind: str | None = None,        # shown first: 'encoder', 'decoder' or 'cross'; the last of these that there is by default
+    kind: str | None = None,        # shown first: 'encoder', 'decoder' or 'cross'; the last that there is by default
     layer: int | None = None,       # shown first; the last by default
     head: int = -1,                 # shown first; -1 is the mean of all
     threshold: float = 0.02,        # lines of smaller weights wait for the page's slider
 ) -> Explorer:
-    "All maps of one sentence pair, to walk about in. Raises ValueError if maps and tokens do not fit or there is no such head."
+    """All maps of one sentence pair, to walk about in.
+
+    Raises ValueError if maps and tokens do not fit or there is no such head.
+    """
     heads, words = _rows(maps if text is None else maps.attention(text, translation))
     kind = heads[-1]['kind'] if kind is None else kind
     layer = max((row['layer'] for row in heads if row['kind'] == kind), default=0) if layer is None else layer
     if not any((row['kind'], row['layer'], row['head']) == (kind, layer, head) for row in heads):
         raise ValueError(f'there is no head {head} in layer {layer} of {kind!r} to show first')
-    return Explorer(_drawing(heads, words, kind, layer, head, threshold), title or text or 'Attention', _NOTE % threshold)
+    return Explorer(_drawing(heads, words, kind, layer, head, threshold),
+                    title or text or 'Attention', _NOTE % threshold)
 
 # %% ../nbs/30_attention_maps.ipynb #31-795280
 def plot_lines(
@@ -490,7 +521,10 @@ def plot_history(
     title: str = 'Training', # what the picture shows
     ax=None,                 # matplotlib axes to draw on; new ones by default
 ): # matplotlib Axes (of the losses)
-    "The loss curve: training as a line, validation as dots, BLEU on an axis of its own. Raises ValueError without a loss."
+    """The loss curve: training as a line, validation as dots, BLEU on an axis of its own.
+
+    Raises ValueError without a loss.
+    """
     rows = list(rows)
     def series(name):
         found = [(r['step'], r[name]) for r in rows if r.get(name) is not None]
@@ -522,7 +556,9 @@ class LiveHistory:
         import matplotlib.pyplot as plt
         rows, ipython = list(rows), sys.modules.get('IPython') # nobody has a notebook who has not loaded it
         early = time.monotonic() - self.drawn < self.every and 'val_loss' not in rows[-1]
-        if early or not ipython or not ipython.get_ipython() or not any('loss' in r or 'val_loss' in r for r in rows): return
+        if (early or not ipython or not ipython.get_ipython()
+                or not any('loss' in r or 'val_loss' in r for r in rows)):
+            return
         figure, self.drawn = plot_history(rows, self.title).figure, time.monotonic()
         if self.place: self.place.update(figure)
         else: self.place = ipython.display.display(figure, display_id=True)
@@ -540,7 +576,8 @@ def plot_seeds(
     for i, ys in enumerate(values.values()):
         ax.plot([i]*len(ys), ys, 'o', color=COLOURS[i % len(COLOURS)], alpha=0.6)
         ax.plot([i - 0.3, i + 0.3], [sum(ys)/len(ys)]*2, color=COLOURS[i % len(COLOURS)], linewidth=2)
-    ax.set(title=title, ylabel=ylabel, xticks=range(len(values)), xlim=(-0.6, len(values) - 0.4), yscale='log' if log else 'linear')
+    ax.set(title=title, ylabel=ylabel, xticks=range(len(values)), xlim=(-0.6, len(values) - 0.4),
+           yscale='log' if log else 'linear')
     ax.set_xticklabels([case.replace(', ', ',\n') for case in values])
     ax.grid(axis='y', alpha=0.3)
 
@@ -551,7 +588,9 @@ def claims_table(
     def row(text, low, high):
         shown = 'yes' if max(low) < min(high) else 'no: the other way round' if max(high) < min(low) else 'undecided'
         return f'| {text} | {sum(low)/len(low):.2f} | {sum(high)/len(high):.2f} | {shown} |'
-    return '\n'.join(['| claim | left, mean | right, mean | shown by every seed? |', '|:--|--:|--:|:--|', *(row(*claim) for claim in claims)])
+    return '\n'.join(['| claim | left, mean | right, mean | shown by every seed? |',
+                      '|:--|--:|--:|:--|',
+                      *(row(*claim) for claim in claims)])
 
 # %% ../nbs/30_attention_maps.ipynb #37-2067a2
 def _positions(one_or_more):
@@ -577,11 +616,13 @@ def plot_alignment(
         if not (0 <= s < len(xs) and 0 <= t < len(ys)):
             raise ValueError(f'link {s}-{t} leaves the sentences of {len(xs)} and {len(ys)} words')
     ax = _axes(ax, (max(4, 0.1*width + 1), 2.1))
-    for i, s, t in lines: ax.plot([xs[s], ys[t]], [0.86, 0.14], color=COLOURS[i % 7], linestyle=DASHES[i//7 % 4], linewidth=1.8)
+    for i, s, t in lines:
+        ax.plot([xs[s], ys[t]], [0.86, 0.14], color=COLOURS[i % 7], linestyle=DASHES[i//7 % 4], linewidth=1.8)
     for words, places, y, va in ((src_words, xs, 0.88, 'bottom'), (tgt_words, ys, 0.12, 'top')):
         for word, place in zip(words, places):
             ax.text(place, y, _text(word), ha='center', va=va, family='monospace', fontsize=9)
-    ax.set(title=title, xlim=(0, width), ylim=(-0.1, 1.1), xticks=[], yticks=[0.1, 0.9], yticklabels=['target', 'source'])
+    ax.set(title=title, xlim=(0, width), ylim=(-0.1, 1.1),
+           xticks=[], yticks=[0.1, 0.9], yticklabels=['target', 'source'])
     ax.tick_params(length=0)
     for side in ax.spines.values(): side.set_visible(False)
     return ax
@@ -703,16 +744,16 @@ def plot_architecture(
     _input(ax, src, 'source tokens', -1)
     _input(ax, tgt, 'target tokens so far', 1)
     _, top = _stack(ax, src, 1.75, [('self-attention', 'attention'), feed], norm, -1)
-    (_, cross, _), end = _stack(ax, tgt, 1.75, [('masked\nself-attention', 'attention'), ('cross-attention', 'attention'),
-                                                feed], norm, 1)
+    (_, cross, _), end = _stack(ax, tgt, 1.75, [('masked\nself-attention', 'attention'),
+                                                ('cross-attention', 'attention'), feed], norm, 1)
     ends = []
     for x, y in ((src, top), (tgt, end)):        # a pre-norm stack ends in a norm of its own
         ax.plot([x, x], [y - 0.12, y + 0.15], color=_INK, linewidth=1.1, zorder=1)
         ends.append(_box(ax, x, y + 0.15, 'layer norm', 'norm', 0.32) if norm == 'pre' else y)
     between = (src + tgt)/2 + 0.05
     _arrow(ax, (src, ends[0]), (src, ends[0] + 0.35), (between, ends[0] + 0.35), (between, cross), (tgt - 1.15, cross))
-    ax.text((src + between)/2, ends[0] + 0.47, 'memory: keys and values\nfor every decoder layer', ha='center', va='bottom',
-            fontsize=9)
+    ax.text((src + between)/2, ends[0] + 0.47, 'memory: keys and values\nfor every decoder layer',
+            ha='center', va='bottom', fontsize=9)
     y = ends[1] + 0.3
     _arrow(ax, (tgt, y - 0.3), (tgt, y))
     y = _box(ax, tgt, y, 'output layer', 'output')
@@ -738,9 +779,11 @@ def word_of_token(
         raise ValueError(f'the tokens spell {"".join(pieces)!r}, the words {"".join(words)!r}')
     ends, numbers, at = np.cumsum([len(word) for word in words]), [], 0
     for token, piece in zip(tokens, pieces):
-        numbers.append(min(int(np.searchsorted(ends, at, 'right')), len(words) - 1))   # a lone mark goes with what follows
+        # a lone mark goes with what follows
+        numbers.append(min(int(np.searchsorted(ends, at, 'right')), len(words) - 1))
         at += len(piece)
-        if at > ends[numbers[-1]]: raise ValueError(f'token {token!r} is more than a piece of the word {words[numbers[-1]]!r}')
+        if at > ends[numbers[-1]]:
+            raise ValueError(f'token {token!r} is more than a piece of the word {words[numbers[-1]]!r}')
     return numbers
 
 def _members(numbers, n_tokens, what):
@@ -772,9 +815,13 @@ def alignment_links(
 def strongest_links(
     weights, # (target words, source words): one map
 ) -> set[tuple[int, int]]: # (source position, target position)
-    "Each target word linked to the source word it looks at most; none if no weight is above 0. Raises ValueError unless it is one map."
+    """Each target word linked to the source word it looks at most; none if no weight is above 0.
+
+    Raises ValueError unless it is one map.
+    """
     weights = _array(weights)
-    if weights.ndim != 2: raise ValueError(f'weights have shape {weights.shape}, not (target words, source words): choose a head')
+    if weights.ndim != 2:
+        raise ValueError(f'weights have shape {weights.shape}, not (target words, source words): choose a head')
     return {(int(s), t) for t, s in enumerate(weights.argmax(-1)) if weights[t, s] > 0}
 
 class AlignmentScores(NamedTuple):
@@ -788,11 +835,16 @@ def alignment_scores(
     sure: Sequence[set],  # those that must be found
     possible: Sequence[set] | None = None, # those that may be found, the sure ones among them; these alone unless given
 ) -> AlignmentScores:
-    "Och and Ney (2003), all sentences counted together. Raises ValueError if sentences are missing or a sure link is not possible."
+    """Och and Ney (2003), all sentences counted together.
+
+    Raises ValueError if sentences are missing or a sure link is not possible.
+    """
     possible = sure if possible is None else possible
     if not len(found) == len(sure) == len(possible):
-        raise ValueError(f'links of {len(found)} sentences cannot be compared with those of {len(sure)} and {len(possible)}')
-    if any(set(s) - set(p) for s, p in zip(sure, possible)): raise ValueError('a sure link is not among the possible ones')
+        raise ValueError(f'links of {len(found)} sentences cannot be compared '
+                         f'with those of {len(sure)} and {len(possible)}')
+    if any(set(s) - set(p) for s, p in zip(sure, possible)):
+        raise ValueError('a sure link is not among the possible ones')
     n_found, n_sure = sum(map(len, found)), sum(map(len, sure))
     hit_sure, hit = (sum(len(set(a) & set(b)) for a, b in zip(found, truth)) for truth in (sure, possible))
     return AlignmentScores(hit/n_found if n_found else 1., hit_sure/n_sure if n_sure else 1.,
@@ -832,13 +884,17 @@ def _habits(weights):
 def _four_axes(maps):
     "Each sentence's maps as an array. Raises ValueError unless they are (layers, heads, queries, keys)."
     for sentence in map(_array, maps):
-        if sentence.ndim != 4: raise ValueError(f'maps have shape {sentence.shape}, not (layers, heads, queries, keys): one array to a sentence')
+        if sentence.ndim != 4:
+            raise ValueError(f'maps have shape {sentence.shape}, not (layers, heads, queries, keys): '
+                             'one array to a sentence')
         yield sentence
 
 def head_habits(
     maps: Iterable, # of each sentence (layers, heads, queries, keys), without padding
 ) -> dict: # {figure: array (layers, heads)}
-    "Entropy in nats, mean distance, and shares of the weight by position: means over the queries of all sentences. Raises ValueError."
+    """Entropy in nats, mean distance, and shares of the weight by position:
+    means over the queries of all sentences. Raises ValueError.
+    """
     sums, counts = {}, {}
     for sentence in _four_axes(maps):
         for name, figures in _habits(sentence):
@@ -853,7 +909,8 @@ def favourite_offset(
     "How far from itself a query's largest weight lies most often, for each head. Raises ValueError."
     sentences = list(_four_axes(maps))
     offsets = np.concatenate([w.argmax(-1) - np.arange(w.shape[-2]) for w in sentences], -1)
-    exists = [(-np.arange(w.shape[-2]), w.shape[-1] - 1 - np.arange(w.shape[-2])) for w in sentences]   # least and largest
+    # least and largest
+    exists = [(-np.arange(w.shape[-2]), w.shape[-1] - 1 - np.arange(w.shape[-2])) for w in sentences]
     least, largest = (np.concatenate(ends) for ends in zip(*exists))
     favourite = np.zeros(offsets.shape[:2], int)
     for place in np.ndindex(favourite.shape):
@@ -877,7 +934,10 @@ def points_at(
 def common_offset(
     pairs: Iterable, # of each sentence pairs (query, the one key it should look at)
 ) -> tuple[int, float]: # key less query; its share of all pairs
-    "The distance that is right most often, which a head must beat that claims to know more. Raises ValueError if there are no pairs."
+    """The distance that is right most often, which a head must beat that claims to know more.
+
+    Raises ValueError if there are no pairs.
+    """
     offsets = [key - query for wanted in pairs for query, key in wanted]
     if not offsets: raise ValueError('no sentence has a pair to look for')
     best = max(dict.fromkeys(offsets), key=offsets.count)

@@ -182,7 +182,10 @@ class Tokenizer:
         return [self.token(i) for i in ids]
 
     def decode(self, ids: Iterable[SupportsInt], lang: str | None = None) -> str:
-        "Normal text from ids: up to EOS, without PAD and BOS, ⁇ for UNK. Raises ValueError for an id beyond the vocabulary."
+        """Normal text from ids: up to EOS, without PAD and BOS, ⁇ for UNK.
+
+        Raises ValueError for an id beyond the vocabulary.
+        """
         ids = [int(i) for i in ids]
         if EOS in ids: ids = ids[:ids.index(EOS)]
         tokens = self.tokens(i for i in ids if i not in (PAD, BOS))
@@ -339,7 +342,8 @@ class BytePairDropout:
         if not 0 <= dropout <= 1: raise ValueError(f'the BPE-dropout {dropout} must be from 0 to 1')
         model = tokenizer.state()['tokenizer']['model']
         self.tokenizer, self.dropout, self.room, self.ids = tokenizer, dropout, room, model['vocab']
-        self.merges = {(self.ids[a], self.ids[b]): (rank, self.ids[a + b]) for rank, (a, b) in enumerate(model['merges'])}
+        self.merges = {(self.ids[a], self.ids[b]): (rank, self.ids[a + b])
+                       for rank, (a, b) in enumerate(model['merges'])}
         self.starts, self.nexts = {}, {}       # from a word to its first state, from a state to those after it
 
     def words(self, text: str) -> list[tuple[int, ...]]:
@@ -409,9 +413,13 @@ def dropout_pairs(
 def open_spm(
     data: bytes, # a whole `.spm` file
 ): # a sentencepiece.SentencePieceProcessor
-    "A model of sentencepiece. Raises ImportError that says how to install the library, ValueError for bytes that are no model."
+    """A model of sentencepiece.
+
+    Raises ImportError that says how to install the library, ValueError for bytes that are no model.
+    """
     try: from sentencepiece import SentencePieceProcessor
-    except ImportError: raise ImportError("this tokenizer needs a library: pip install 'annotated_transformer[marian]'") from None
+    except ImportError:
+        raise ImportError("this tokenizer needs a library: pip install 'annotated_transformer[marian]'") from None
     try: model = SentencePieceProcessor(model_proto=data)
     except RuntimeError as error: raise ValueError('it is no model of sentencepiece') from error
     if not data or not len(model): raise ValueError('it is no model of sentencepiece: there are no pieces in it')
@@ -458,7 +466,9 @@ class SentencePieceTokenizer(Tokenizer):
     @classmethod
     def from_state(cls, state: dict) -> 'SentencePieceTokenizer':
         models = [base64.b64decode(text, validate=True) for text in state['models']]
-        return cls(models, (state['vocabularies'] * 2)[:2] if len(state['vocabularies']) == 1 else state['vocabularies'], state['langs'])
+        return cls(models,
+                   (state['vocabularies'] * 2)[:2] if len(state['vocabularies']) == 1 else state['vocabularies'],
+                   state['langs'])
 
 # %% ../nbs/12_vocabulary.ipynb #61-49791f
 def load_tokenizer(
@@ -482,7 +492,10 @@ def read_vectors(
     d_model: int,                  # numbers of each vector
     wanted: Callable[[str], bool], # is this word's vector needed?
 ) -> Iterator[tuple[str, list[float]]]:
-    "The wanted words and their vectors, as they come. Raises OSError; ValueError for another width or, with its number, a bad line."
+    """The wanted words and their vectors, as they come.
+
+    Raises OSError; ValueError for another width or, with its number, a bad line.
+    """
     with open(path, 'rb') as file: opener = gzip.open if file.read(2) == b'\x1f\x8b' else open
     number = 0
     try:
@@ -495,7 +508,8 @@ def read_vectors(
                     raise ValueError(f'a word and {d_model} numbers expected, not {line[:50]!r}')
                 if wanted(word := word.decode('utf-8', 'replace')): yield word, _finite(numbers)
     except ValueError as error: raise ValueError(f'{path}, line {number}: {error}') from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error: raise ValueError(f'{path} is a damaged gzip file: {error}') from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f'{path} is a damaged gzip file: {error}') from error
     if not number: raise ValueError(f'{path} is empty: each line of a file of vectors holds a word and its numbers')
 
 def _is_header(line, d_model):
@@ -520,7 +534,10 @@ def load_vectors(
     tokenizer: Tokenizer,
     d_model: int,         # the width of the embedding, which has to be that of the vectors
 ) -> tuple[list[int], Float[np.ndarray, "n d_model"]]: # the ids that the file has a word for, and their vectors
-    "Word vectors for the tokens of a tokenizer, on the scale of a model's own. Raises what `read_vectors` does, and for no word in common."
+    """Word vectors for the tokens of a tokenizer, on the scale of a model's own.
+
+    Raises what `read_vectors` does, and for no word in common.
+    """
     exact, folded = defaultdict(list), defaultdict(list)
     for i in range(len(tokenizer)):
         if word := tokenizer.word(i):
@@ -532,7 +549,8 @@ def load_vectors(
         for i in folded.get(word.lower(), ()): alike.setdefault(i, vector)       # the commonest spelling comes first
     found = dict(sorted((alike | found).items()))
     rows = np.array(list(found.values()), dtype=np.float32).reshape(len(found), d_model)
-    if not rows.any(): raise ValueError(f'{path} has a vector for none of the words of {tokenizer}: is it of another language?')
+    if not rows.any():
+        raise ValueError(f'{path} has a vector for none of the words of {tokenizer}: is it of another language?')
     return list(found), rows * (np.square(rows).mean() * d_model)**-0.5
 
 # %% ../nbs/12_vocabulary.ipynb #vec-10

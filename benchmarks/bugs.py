@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Train a model with every bug that page 33 plants, as if nothing were wrong, and let it write: results/bugs.json, which the page plots.
+"""Train a model with every bug that page 33 plants, as if nothing were wrong, and let it write:
+results/bugs.json, which the page plots.
 
     python benchmarks/bugs.py                     # all of it: about seven minutes of one core
     python benchmarks/bugs.py --only 'batch norm' # one bug; its runs take their place in the record
@@ -49,7 +50,8 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     names, began = page(), time.process_time()
-    if unknown := set(args.only or []) - {'right', *names['GALLERY']}: parser.error(f'no bug is called {sorted(unknown)}')
+    if unknown := set(args.only or []) - {'right', *names['GALLERY']}:
+        parser.error(f'no bug is called {sorted(unknown)}')
     earlier = json.loads(args.out.read_text('utf-8')) if args.only and args.out.is_file() else {}
     bugs = earlier.get('bugs', {})
     for bug in (None, *names['GALLERY']):
@@ -57,8 +59,10 @@ def main():
         if args.only and name not in args.only: continue
         bugs[name] = [run(names, bug, seed, args.steps) for seed in SEEDS]
         print(name, [(r['losses'][-1:], r['written']) for r in bugs[name]], flush=True)
-    record = earlier or dict(name='bugs', command=shlex.join(['python', 'benchmarks/bugs.py', *sys.argv[1:]]), machine=machine(), date=str(date.today()),
-                  versions=versions(), seeds=SEEDS, steps=args.steps, every=EVERY, cpu_seconds=round(time.process_time() - began), bugs=bugs)
+    record = earlier or dict(
+        name='bugs', command=shlex.join(['python', 'benchmarks/bugs.py', *sys.argv[1:]]),
+        machine=machine(), date=str(date.today()), versions=versions(),
+        seeds=SEEDS, steps=args.steps, every=EVERY, cpu_seconds=round(time.process_time() - began), bugs=bugs)
     write_whole(args.out, json.dumps(record | dict(bugs=bugs), indent=1) + '\n')
 
 if __name__ == '__main__': main()

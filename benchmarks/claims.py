@@ -32,7 +32,8 @@ from record import RESULTS, machine
 SEEDS = (1, 2, 3)
 SMALL = dict(n_layers=2, d_model=96, d_ff=192, n_heads=4, max_len=256,           # of the model
              max_tokens=1000, warmup=200, rate=4e-3, label_smoothing=0.1,        # of its training
-             flat=False,     # True: no warm-up, the highest rate from the first step on, and the same rates after `warmup`
+             # True: no warm-up, the highest rate from the first step on, and the same rates after `warmup`
+             flat=False,
              pairs=20_000,   # training pairs, from the beginning of the split
              tokens=300_000) # target tokens to learn from, pairs repeated as needed
 DEEP = SMALL | dict(n_layers=4, d_model=64, d_ff=128)
@@ -104,10 +105,12 @@ def run(settings, seed, sentences):
     losses = train(model, BatchLoader(ids(corpus['train'][:t['pairs']]), t['max_tokens'], seed=seed), t)
     seconds = time.process_time() - began
     val_loss = validate(model.eval(), list(BatchLoader(ids(corpus['val']), 4000, shuffle=False).epoch(0)))
-    translator, figures = Translator(model, tokenizer), dict(seed=seed, val_loss=val_loss, val_perplexity=perplexity(val_loss))
+    translator, figures = Translator(model, tokenizer), dict(
+        seed=seed, val_loss=val_loss, val_perplexity=perplexity(val_loss))
     for name in TESTS:
         pairs = corpus[name][:sentences]
-        figures[f'{name}_bleu'] = score(translator.translate([s for s, _ in pairs], beam_size=1), [r for _, r in pairs]).bleu
+        figures[f'{name}_bleu'] = score(translator.translate([s for s, _ in pairs], beam_size=1),
+                                        [r for _, r in pairs]).bleu
     return figures | dict(losses=losses, cpu_seconds=round(seconds, 1))
 
 def key(settings, seed, sentences):
@@ -122,7 +125,8 @@ def measure(tasks, scratch, jobs):
     done = {name: figures for name in tasks if (figures := kept(scratch / f'{name}.json'))}
     missing = {name: task for name, task in tasks.items() if name not in done}
     spawn = multiprocessing.get_context('spawn')
-    with ProcessPoolExecutor(jobs, mp_context=spawn) as pool, tqdm(total=len(tasks), initial=len(done), unit='run') as bar:
+    with (ProcessPoolExecutor(jobs, mp_context=spawn) as pool,
+          tqdm(total=len(tasks), initial=len(done), unit='run') as bar):
         futures = {pool.submit(run, *task): name for name, task in missing.items()}
         for future in as_completed(futures):
             name = futures[future]
@@ -139,7 +143,8 @@ def table(record):
     "Mean and spread of every case, as text."
     lines = []
     for name, experiment in record['experiments'].items():
-        lines += ['', f"{name}: {experiment['question']}", f"{'':24}{'val perplexity':>16}" + ''.join(f'{t + " BLEU":>18}' for t in TESTS)]
+        lines += ['', f"{name}: {experiment['question']}",
+                  f"{'':24}{'val perplexity':>16}" + ''.join(f'{t + " BLEU":>18}' for t in TESTS)]
         for case, own in experiment['cases'].items():
             columns = [[r[c] for r in own['runs']] for c in ('val_perplexity', *(f'{t}_bleu' for t in TESTS))]
             lines.append(f'{case:24}' + '  '.join(spread(c) for c in columns))
@@ -151,13 +156,15 @@ def main():
     parser.add_argument('--jobs', type=int, default=2, help='runs side by side, each with one thread (2)')
     parser.add_argument('--sentences', type=int, default=150, help='of each test split to translate, greedily (150)')
     parser.add_argument('--tokens', type=int, help='target tokens of every run, to try the script out')
-    parser.add_argument('--scratch', type=Path, default=Path('runs/claims'), help='finished runs are kept here (runs/claims)')
+    parser.add_argument('--scratch', type=Path, default=Path('runs/claims'),
+                        help='finished runs are kept here (runs/claims)')
     parser.add_argument('--out', type=Path, default=RESULTS / 'claims.json', help='the record (results/claims.json)')
     args = parser.parse_args()
     if args.jobs < 1: parser.error(f'--jobs {args.jobs}: at least 1')
     if args.sentences < 1: parser.error(f'--sentences {args.sentences}: at least 1')
     cases = {(name, case): settings | ({'tokens': args.tokens} if args.tokens else {})
-             for name, (_, own) in EXPERIMENTS.items() if name in (args.only or EXPERIMENTS) for case, settings in own.items()}
+             for name, (_, own) in EXPERIMENTS.items() if name in (args.only or EXPERIMENTS)
+             for case, settings in own.items()}
     runs = {k: [key(s, seed, args.sentences) for seed in SEEDS] for k, s in cases.items()}
     tasks = {name: (cases[k], seed, args.sentences) for k, names in runs.items() for name, seed in zip(names, SEEDS)}
     args.scratch.mkdir(parents=True, exist_ok=True)
@@ -169,9 +176,9 @@ def main():
     earlier = kept(args.out) or dict(experiments={})
     experiments = {name: e for name in EXPERIMENTS if (e := found.get(name) or earlier['experiments'].get(name))}
     torch.set_num_threads(1)             # as in every run: what `versions` will say
-    record = dict(name='claims', command=shlex.join(['python', 'benchmarks/claims.py', *sys.argv[1:]]), machine=machine(),
-                  date=str(date.today()), versions=versions(), seeds=SEEDS, sentences=args.sentences, corpus='toy-ende',
-                  experiments=experiments)
+    record = dict(name='claims', command=shlex.join(['python', 'benchmarks/claims.py', *sys.argv[1:]]),
+                  machine=machine(), date=str(date.today()), versions=versions(), seeds=SEEDS,
+                  sentences=args.sentences, corpus='toy-ende', experiments=experiments)
     write_whole(args.out, json.dumps(record, indent=1) + '\n')
     print(table(record))
 

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Time and memory of one layer against the length of the sentence, for the kinds of layer in Table 1. Page 05 plots the record.
+"""Time and memory of one layer against the length of the sentence, for the kinds of layer in Table 1.
+Page 05 plots the record.
 
     python benchmarks/complexity.py
     python benchmarks/complexity.py --lengths 16 64 256 --repeats 5 --out /dev/null
 
-Every layer is whole: attention with its projections. One sentence, forwards and backwards; every round times each of the layers
-once, and the medians of the rounds count. Memory is what a layer keeps for its backward pass, counted exactly.
+Every layer is whole: attention with its projections. One sentence, forwards and backwards; every
+round times each of the layers once, and the medians of the rounds count. Memory is what a layer
+keeps for its backward pass, counted exactly.
 """
 import argparse, json, shlex, statistics, sys, time
 from datetime import date
@@ -26,11 +28,14 @@ SEED = 1
 
 def layers(d, n_heads, r, k):
     "Functions of x (1, n, d)."
-    by_equation, fused, local = MultiHeadAttention(d, n_heads), MultiHeadAttention(d, n_heads), LocalAttention(d, n_heads, r)
+    by_equation, fused, local = (MultiHeadAttention(d, n_heads), MultiHeadAttention(d, n_heads),
+                                 LocalAttention(d, n_heads, r))
     lstm, convolution = nn.LSTM(d, d, batch_first=True), nn.Conv1d(d, d, k, padding='same')
     def heads(layer, x): return [split_heads(f(x), n_heads) for f in (layer.query, layer.key, layer.value)]
-    return {'self-attention, equation 1': lambda x: by_equation.output(join_heads(attention(*heads(by_equation, x))[0])),
-            'self-attention, fused': lambda x: fused.output(join_heads(nn.functional.scaled_dot_product_attention(*heads(fused, x)))),
+    return {'self-attention, equation 1':
+                lambda x: by_equation.output(join_heads(attention(*heads(by_equation, x))[0])),
+            'self-attention, fused':
+                lambda x: fused.output(join_heads(nn.functional.scaled_dot_product_attention(*heads(fused, x)))),
             'recurrent': lambda x: lstm(x)[0],
             'convolutional': lambda x: convolution(x.mT).mT,
             'self-attention, restricted': local}
@@ -57,7 +62,8 @@ def measure(kinds, n, d, repeats):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--lengths', type=int, nargs='+', default=[16, 32, 64, 128, 256, 512, 1024, 2048], help='words in the sentence')
+    parser.add_argument('--lengths', type=int, nargs='+', default=[16, 32, 64, 128, 256, 512, 1024, 2048],
+                        help='words in the sentence')
     parser.add_argument('--d', type=int, default=128, help='width of the layers (128)')
     parser.add_argument('--heads', type=int, default=4, help='of attention (4)')
     parser.add_argument('--r', type=int, default=33, help='neighbourhood of restricted attention (33)')
@@ -70,10 +76,13 @@ def main():
     torch.manual_seed(SEED)
     kinds = layers(args.d, args.heads, args.r, args.k)
     rows = [measure(kinds, n, args.d, args.repeats) for n in tqdm(args.lengths, unit='length')]
-    record = dict(name='complexity', command=shlex.join(['python', 'benchmarks/complexity.py', *sys.argv[1:]]), seed=SEED, machine=machine(),
-                  date=str(date.today()), lengths=args.lengths, d=args.d, n_heads=args.heads, r=args.r, k=args.k, repeats=args.repeats,
+    record = dict(name='complexity', command=shlex.join(['python', 'benchmarks/complexity.py', *sys.argv[1:]]),
+                  seed=SEED, machine=machine(), date=str(date.today()), lengths=args.lengths,
+                  d=args.d, n_heads=args.heads, r=args.r, k=args.k, repeats=args.repeats,
                   metrics={name: [row[name] for row in rows] for name in kinds}, versions=versions())
     write_whole(args.out, json.dumps(record, indent=2) + '\n')
-    for name in kinds: print(f'{name:28}', '  '.join(f"{row[name]['forward_ms'] + row[name]['backward_ms']:8.2f} ms" for row in rows))
+    for name in kinds:
+        print(f'{name:28}',
+              '  '.join(f"{row[name]['forward_ms'] + row[name]['backward_ms']:8.2f} ms" for row in rows))
 
 if __name__ == '__main__': main()

@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
-"""How fast translations are found, beside transformers' generate and CTranslate2, with the same weights and the same search.
+"""How fast translations are found, beside transformers' generate and CTranslate2,
+with the same weights and the same search.
 
-    python benchmarks/decode_speed.py --model runs/m30k                  # Multi30k test_2016_flickr; about eight minutes on two cores
+    python benchmarks/decode_speed.py --model runs/m30k # Multi30k test_2016_flickr; about eight minutes on two cores
     python benchmarks/decode_speed.py --model runs/m30k --sentences 200 --repeats 1 --out /dev/null
 
-The model is one of our folders that both others can hold: post-norm with sinusoids (train with `--norm post --init scaled`).
-All engines read the same ids in the same batches, sorted by length, and search alike: greedily and with a beam of 4, scores
-divided by the number of tokens, until as many hypotheses have ended as the beam is wide (`patience` 1; early_stopping=True).
-The rule that is ours by default, until none that lives can win, is measured besides; it finds at least as good scores and
-takes more steps. Every round times each engine once, one after the other in an order that moves on, and the medians of the
-rounds count. Batches of one are timed on every tenth sentence; where a step is that small, ours keeps to one thread by itself,
-and the others have as many as they are given. Beside each speed: BLEU, how many outputs are the same ids as
-ours, the time to a first token, and the memory that a process of its own takes at most above what the loaded model takes.
-On a GPU ours and transformers run in float32 and in bfloat16, CTranslate2 in its own float32 and float16.
+The model is one of our folders that both others can hold: post-norm with sinusoids (train with
+`--norm post --init scaled`). All engines read the same ids in the same batches, sorted by length,
+and search alike: greedily and with a beam of 4, scores divided by the number of tokens, until as
+many hypotheses have ended as the beam is wide (`patience` 1; early_stopping=True). The rule that is
+ours by default, until none that lives can win, is measured besides; it finds at least as good scores
+and takes more steps. Every round times each engine once, one after the other in an order that moves
+on, and the medians of the rounds count. Batches of one are timed on every tenth sentence; where a
+step is that small, ours keeps to one thread by itself, and the others have as many as they are
+given. Beside each speed: BLEU, how many outputs are the same ids as ours, the time to a first token,
+and the memory that a process of its own takes at most above what the loaded model takes. On a GPU
+ours and transformers run in float32 and in bfloat16, CTranslate2 in its own float32 and float16.
 """
 import argparse, hashlib, json, shlex, statistics, subprocess, sys, tempfile, time
 from dataclasses import asdict
@@ -35,7 +38,8 @@ from record import RESULTS, machine
 from train_speed import forget_peak, resident
 
 ROOT = Path(__file__).parents[1]
-OURS, EXACT, HF, CT2 = 'annotated_transformer', 'annotated_transformer, until none can win', 'transformers', 'CTranslate2'
+OURS, EXACT, HF, CT2 = ('annotated_transformer', 'annotated_transformer, until none can win',
+                        'transformers', 'CTranslate2')
 SEARCH = DecodingConfig(alpha=1.0, length_offset=0.0, patience=1.0)
 
 
@@ -48,7 +52,8 @@ def ours(folder, device, dtype, patience=1.0):
         if beam == 1: return [h.ids for h in greedy(model, src, SEARCH)]
         return [best[0].ids for best in beam_search(model, src, SEARCH, beam_size=beam, patience=patience)]
     def first_token(rows, beam):
-        with patch.object(decoding, 'length_limits', lambda src, *_: torch.ones(len(src), dtype=torch.long, device=device)):
+        with patch.object(decoding, 'length_limits',
+                          lambda src, *_: torch.ones(len(src), dtype=torch.long, device=device)):
             translate(rows, beam)
     return translate, first_token
 
@@ -58,12 +63,16 @@ def transformers_generate(folder, device, dtype):
     import transformers
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as made:
-        model = transformers.MarianMTModel.from_pretrained(export_marian(folder, Path(made)/'marian')).to(device, dtype).eval()
-    plain = dict(do_sample=False, length_penalty=1.0, bad_words_ids=None, renormalize_logits=False, forced_eos_token_id=None)
+        model = transformers.MarianMTModel.from_pretrained(
+            export_marian(folder, Path(made)/'marian')).to(device, dtype).eval()
+    plain = dict(do_sample=False, length_penalty=1.0, bad_words_ids=None,
+                 renormalize_logits=False, forced_eos_token_id=None)
     def translate(rows, beam, most=None):
         src = pad_rows(rows).to(device)
-        search = plain | (dict(num_beams=beam, early_stopping=True) if beam > 1 else dict(num_beams=1, early_stopping=False))
-        found = model.generate(src, attention_mask=(src != PAD).long(), max_new_tokens=most or longest(rows), max_length=None, **search)
+        search = plain | (dict(num_beams=beam, early_stopping=True) if beam > 1
+                          else dict(num_beams=1, early_stopping=False))
+        found = model.generate(src, attention_mask=(src != PAD).long(),
+                               max_new_tokens=most or longest(rows), max_length=None, **search)
         return [[token for token in row if token not in (PAD, BOS, EOS)] for row in found.tolist()]
     return translate, lambda rows, beam: translate(rows, beam, 1)
 
@@ -71,13 +80,16 @@ def ctranslate2_library(folder, device, threads, precision):
     import ctranslate2
     with tempfile.TemporaryDirectory() as made:
         path = export_ctranslate2(folder, Path(made)/'ct2', 'int8' if precision == 'int8' else 'float32')
-        engine = ctranslate2.Translator(str(path), device=device, inter_threads=1, intra_threads=threads, compute_type=precision)
+        engine = ctranslate2.Translator(str(path), device=device, inter_threads=1, intra_threads=threads,
+                                        compute_type=precision)
     tokenizer = ModelFolder.load(folder, 'cpu').tokenizer
     names = tokenizer.tokens(range(len(tokenizer)))
     ids = {name: i for i, name in enumerate(names)}
     def translate(rows, beam, most=None):
-        found = engine.translate_batch([[names[i] for i in row[:-1]] for row in rows], beam_size=beam, length_penalty=1.0,
-                                       max_batch_size=0, max_decoding_length=most or longest(rows))  # it puts EOS behind a source itself
+        # it puts EOS behind a source itself
+        found = engine.translate_batch([[names[i] for i in row[:-1]] for row in rows],
+                                       beam_size=beam, length_penalty=1.0,
+                                       max_batch_size=0, max_decoding_length=most or longest(rows))
         return [[ids[name] for name in result.hypotheses[0]] for result in found]
     return translate, lambda rows, beam: translate(rows, beam, 1)
 
@@ -109,7 +121,9 @@ def run(translate, rows, size, beam):
     return time.perf_counter() - began, found
 
 def rounds(made, rows, size, beam, repeats):
-    "{name: seconds of each round}, {name: outputs}: everybody once a round, each time another one first, after a round on a part."
+    """{name: seconds of each round}, {name: outputs}: everybody once a round,
+    each time another one first, after a round on a part.
+    """
     took, found, names = {name: [] for name in made}, {}, list(made)
     for name in names: run(made[name][0], rows[:2*size if size > 1 else 5], size, beam)
     for i in range(repeats):
@@ -129,7 +143,9 @@ def latency(made, rows, beam, repeats=20):
     return {name: round(statistics.median(t[1:]), 2) for name, t in took.items()}
 
 def peak_memory(name, rows, args):
-    "Bytes held at most while three batches of 64 are translated with a beam of 4, above what is held once the model is there."
+    """Bytes held at most while three batches of 64 are translated with a beam of 4,
+    above what is held once the model is there.
+    """
     translate, _ = engine(name, args)
     batches = batches_of(rows, 64)
     translate([rows[i] for i in batches[-1][:4]], 4)    # the libraries' own threads and memory
@@ -153,7 +169,8 @@ def load(args):
     "Sentence pairs, and the sources as ids."
     folder = ModelFolder.load(args.model, 'cpu')
     made = folder.training.get('run', {}).get('corpus', {})
-    pairs = list(load_corpus(CorpusConfig('multi30k', pair=made.get('pair', 'en-de'), data_dir=args.data_dir))[args.split])[:args.sentences]
+    pairs = list(load_corpus(CorpusConfig('multi30k', pair=made.get('pair', 'en-de'),
+                                          data_dir=args.data_dir))[args.split])[:args.sentences]
     return folder, pairs, folder.encode([src for src, _ in pairs])
 
 def measure(args):
@@ -170,12 +187,19 @@ def measure(args):
             table = metrics[f'beam {beam}, batch {size}'] = {}
             for name, outputs in found.items():
                 seconds, tokens = statistics.median(took[name]), sum(len(ids) + 1 for ids in outputs)
-                def ratio(other): return round(statistics.median(theirs / mine for theirs, mine in zip(took[other], took[name])), 3)
-                table[name] = dict(sentences_per_second=round(len(some) / seconds, 1), tokens_per_second=round(tokens / seconds),
-                                   first_token_ms=first[name], same_as_ours=sum(a == b for a, b in zip(outputs, found[OURS])),
-                                   of=len(some), rounds=[round(t, 3) for t in took[name]])
-                if size > 1: table[name]['bleu'] = round(score([text(ids) for ids in outputs], [tgt for _, tgt in pairs]).bleu, 2)
-                if name.startswith(OURS): table[name]['speed'] = {other: ratio(other) for other in found if not other.startswith(OURS)}
+                def ratio(other):
+                    return round(statistics.median(
+                        theirs / mine for theirs, mine in zip(took[other], took[name])), 3)
+                table[name] = dict(
+                    sentences_per_second=round(len(some) / seconds, 1), tokens_per_second=round(tokens / seconds),
+                    first_token_ms=first[name], same_as_ours=sum(a == b for a, b in zip(outputs, found[OURS])),
+                    of=len(some), rounds=[round(t, 3) for t in took[name]])
+                if size > 1:
+                    table[name]['bleu'] = round(
+                        score([text(ids) for ids in outputs], [tgt for _, tgt in pairs]).bleu, 2)
+                if name.startswith(OURS):
+                    table[name]['speed'] = {other: ratio(other)
+                                            for other in found if not other.startswith(OURS)}
                 shown = '  '.join(f'{k} {v}' for k, v in table[name].items() if k not in ('rounds', 'of'))
                 print(f'beam {beam} batch {size:2}  {name:42} {shown}', flush=True)
     memory = {name: round(memory_of(name, args) / 2**20) for name in made}
@@ -185,7 +209,8 @@ def measure(args):
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--model', type=Path, required=True, help='a folder that `annotated-transformer train` finished, post-norm with sinusoids')
+    parser.add_argument('--model', type=Path, required=True,
+                        help='a folder that `annotated-transformer train` finished, post-norm with sinusoids')
     parser.add_argument('--split', default='test_2016_flickr', help='of Multi30k (test_2016_flickr)')
     parser.add_argument('--sentences', type=int, default=1000, help='the first so many of them (1000)')
     parser.add_argument('--beams', type=int, nargs='+', default=[1, 4])
@@ -206,9 +231,11 @@ def main():
     import ctranslate2, transformers
     metrics, folder = measure(args)
     settings = {k: getattr(args, k) for k in ('split', 'sentences', 'beams', 'batches', 'repeats', 'threads', 'device')}
-    record = dict(name='decode-speed', command=shlex.join(['python', 'benchmarks/decode_speed.py', *sys.argv[1:]]), machine=machine(),
-                  date=str(date.today()), metrics=metrics, settings=settings | dict(search=asdict(SEARCH), model=asdict(folder.model.config)),
-                  versions=versions() | dict(transformers=transformers.__version__, ctranslate2=ctranslate2.__version__),
+    record = dict(name='decode-speed', command=shlex.join(['python', 'benchmarks/decode_speed.py', *sys.argv[1:]]),
+                  machine=machine(), date=str(date.today()), metrics=metrics,
+                  settings=settings | dict(search=asdict(SEARCH), model=asdict(folder.model.config)),
+                  versions=versions() | dict(transformers=transformers.__version__,
+                                             ctranslate2=ctranslate2.__version__),
                   weights_sha256=hashlib.sha256((args.model/'model.safetensors').read_bytes()).hexdigest())
     write_whole(args.out, json.dumps(record, indent=2) + '\n')
 

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Train a small model, killing the process (SIGKILL) at random moments and starting it again each time, until it is done;
-then compare every byte of weights, optimizer state and log with those of a run that was never killed.
+"""Train a small model, killing the process (SIGKILL) at random moments and starting it again each time,
+until it is done; then compare every byte of weights, optimizer state and log with those of a run
+that was never killed.
 
     python benchmarks/kills.py                            # 20 kills; the record is results/kills.json
     python benchmarks/kills.py --kills 4 --record /dev/null
 
-Every other kill is aimed at the disk: it falls just before a sync or a rename, at random the how-manieth of the process,
-half of them in a save. Those between fall at any moment, and each sync and rename takes some milliseconds longer than it
-would, so that they meet saves too. What a run was doing when it was killed is read off the files that it left.
+Every other kill is aimed at the disk: it falls just before a sync or a rename, at random the
+how-manieth of the process, half of them in a save. Those between fall at any moment, and each sync
+and rename takes some milliseconds longer than it would, so that they meet saves too. What a run was
+doing when it was killed is read off the files that it left.
 """
 import argparse, itertools, json, os, random, shlex, shutil, signal, sys, tempfile, threading, time
 from collections import Counter
@@ -28,7 +30,8 @@ from record import RESULTS, machine
 MODEL = TransformerConfig(40, n_layers=1, d_model=32, d_ff=64, n_heads=2, max_len=16, dropout=0.1)
 SETTINGS = TrainConfig(max_tokens=60, warmup=20, peak_rate=1e-2, log_every=3, save_every=5, average=3,
                        accumulate=2, ema=0.9)
-PAIRS = [([4 + (7 * i + j) % 36 for j in range(2 + i % 6)], [4 + (5 * i + j) % 36 for j in range(2 + i % 5)]) for i in range(300)]
+PAIRS = [([4 + (7 * i + j) % 36 for j in range(2 + i % 6)],
+          [4 + (5 * i + j) % 36 for j in range(2 + i % 5)]) for i in range(300)]
 
 def train(out: Path, steps: int) -> None:
     "The run, from wherever its folder is."
@@ -74,7 +77,8 @@ def ended(child: int, seconds: float) -> bool:
 
 def phase(out: Path, since: float) -> str:
     "What a run that was killed after `since` was doing, by what it left."
-    changed = {p.name: p for folder in (out, out / 'checkpoints') for p in folder.glob('*') if p.stat().st_ctime >= since}
+    changed = {p.name: p for folder in (out, out / 'checkpoints') for p in folder.glob('*')
+               if p.stat().st_ctime >= since}
     last, log = max((p.name for p in checkpoints(out)), default=''), out / 'log.jsonl'
     for name, folder in changed.items():
         if not name.endswith('.partial'): continue
@@ -85,14 +89,16 @@ def phase(out: Path, since: float) -> str:
     if any(name.endswith('.tmp') for name in changed): return 'writing the log anew, or the finished model'
     rows = read_log(log) if log.exists() else []
     if last in changed and rows[-1]['step'] == int(last[5:]): return 'just saved'
-    if any('val_loss' in row and row['step'] > int(last[5:] or 0) for row in rows): return 'saving: before the first file'
+    if any('val_loss' in row and row['step'] > int(last[5:] or 0) for row in rows):
+        return 'saving: before the first file'
     return 'training'
 
 def result(out: Path) -> dict[str, bytes]:
     "All that must be the same, by file. Times are left out: they are the clock's, not the run's."
     files = [out / name for name in ('log.jsonl', 'config.json', 'model.safetensors')]
     files += [folder / name for folder in checkpoints(out) for name in ('config.json', 'model.safetensors', 'state.pt')]
-    progress = {folder: json.loads((folder / 'progress.json').read_text()) | dict(minutes=0) for folder in checkpoints(out)}
+    progress = {folder: json.loads((folder / 'progress.json').read_text()) | dict(minutes=0)
+                for folder in checkpoints(out)}
     return ({str(p.relative_to(out)): p.read_bytes() for p in files}
             | {f'{folder.name}/progress.json': json.dumps(at).encode() for folder, at in progress.items()})
 
@@ -106,7 +112,8 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     moments, place, kills, runs = random.Random(args.seed), Path(tempfile.mkdtemp()), [], 0
-    train(place / 'warm', 1)                            # what torch loads late is loaded here, once, and not in every fork
+    # what torch loads late is loaded here, once, and not in every fork
+    train(place / 'warm', 1)
     began = time.monotonic()
     assert ended(start(place / 'whole', args.steps, args.pause), 600)
     lasted, wanted = time.monotonic() - began, result(place / 'whole')
@@ -119,17 +126,23 @@ def main():
             if len(kills) < args.kills and len(kills) % 2: after = moments.uniform(0, lasted / args.kills)
             elif len(kills) < args.kills: fuse = moments.randrange(1, 60)
             if not (done := ended(start(out, args.steps, args.pause, fuse), after)):
-                kills.append(dict(run=runs, started_from=before, seconds=round(time.time() - since, 3), aimed_at=fuse, during=phase(out, since)))
+                kills.append(dict(run=runs, started_from=before, seconds=round(time.time() - since, 3),
+                                  aimed_at=fuse, during=phase(out, since)))
                 print(f'kill {len(kills)}: {kills[-1]}', flush=True)
         found = result(out)
         parted = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-        if parted: raise SystemExit(f'run {runs}, killed {sum(k["run"] == runs for k in kills)} times, parts from the whole one in {parted}; see {place}')
+        if parted:
+            raise SystemExit(f'run {runs}, killed {sum(k["run"] == runs for k in kills)} times, '
+                             f'parts from the whole one in {parted}; see {place}')
         print(f'run {runs}: {len(found)} files, all equal to those of the run never killed', flush=True)
     during = dict(Counter(kill['during'] for kill in kills).most_common())
-    record = dict(name='kills', command=shlex.join(['python', 'benchmarks/kills.py', *sys.argv[1:]]), seed=args.seed, machine=machine(),
-                  date=str(date.today()), torch=torch.__version__, result=dict(
-                      kills=len(kills), while_saving=sum(n for what, n in during.items() if what.startswith('saving')), runs=runs,
-                      steps=args.steps, seconds_never_killed=round(lasted, 1), files_compared=len(wanted), files_that_differ=0),
+    record = dict(name='kills', command=shlex.join(['python', 'benchmarks/kills.py', *sys.argv[1:]]),
+                  seed=args.seed, machine=machine(), date=str(date.today()), torch=torch.__version__,
+                  result=dict(
+                      kills=len(kills),
+                      while_saving=sum(n for what, n in during.items() if what.startswith('saving')),
+                      runs=runs, steps=args.steps, seconds_never_killed=round(lasted, 1),
+                      files_compared=len(wanted), files_that_differ=0),
                   during=during, kills=kills)
     write_whole(args.record, json.dumps(record, indent=2) + '\n') if args.record != Path(os.devnull) else None
     shutil.rmtree(place)

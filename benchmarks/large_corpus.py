@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """What a corpus larger than memory costs: toy EN-DE pairs written to two files, encoded onto disk, trained from.
 
-    python benchmarks/large_corpus.py                           # 250 thousand, 500 thousand, 1 million; the record in results/
+    python benchmarks/large_corpus.py # 250 thousand, 500 thousand, 1 million; the record in results/
     python benchmarks/large_corpus.py --sizes 2000 4000 --out - # a rehearsal, printed alone
 
-Each size is prepared, and trained from, by a process of its own, so that its memory is its own. The files of the smaller sizes are the
-beginning of the largest's. Ten million is read off the straight line through the measured times.
+Each size is prepared, and trained from, by a process of its own, so that its memory is its own. The
+files of the smaller sizes are the beginning of the largest's. Ten million is read off the straight
+line through the measured times.
 """
 import argparse, json, os, resource, shlex, statistics, subprocess, sys, tempfile, time
 from datetime import date
@@ -34,12 +35,16 @@ def rss_mb() -> float: return psutil.Process().memory_info().rss/1e6
 
 def cpu_seconds() -> float:
     "Of this process and those of its children that have ended."
-    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+    return sum(u.ru_utime + u.ru_stime
+               for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 
 def corpus(folder: Path, n: int):
-    return load_corpus('files', src=folder/f'{n}.en', tgt=folder/f'{n}.de', on_disk=True, max_words=100, max_ratio=9., unique=True)
+    return load_corpus('files', src=folder/f'{n}.en', tgt=folder/f'{n}.de', on_disk=True,
+                       max_words=100, max_ratio=9., unique=True)
 
-def generate(folder: Path, sizes: list[int], seed: int) -> dict[int, float]: # {size: seconds until so many were written}
+def generate(
+    folder: Path, sizes: list[int], seed: int
+) -> dict[int, float]: # {size: seconds until so many were written}
     "Write the pairs of the largest size, and of the others on the way."
     began, seconds = time.perf_counter(), {}
     files = {n: [open(folder/f'{n}.{lang}', 'w', encoding='utf-8') for lang in ('en', 'de')] for n in sizes}
@@ -47,7 +52,8 @@ def generate(folder: Path, sizes: list[int], seed: int) -> dict[int, float]: # {
         for n in sizes:
             if i <= n: files[n][0].write(pair.src + '\n'), files[n][1].write(pair.tgt + '\n')
         if i in sizes: seconds[i] = time.perf_counter() - began
-        if i % 100_000 == 0: print(f'{i:,} pairs written, {time.perf_counter() - began:.0f} s', file=sys.stderr, flush=True)
+        if i % 100_000 == 0:
+            print(f'{i:,} pairs written, {time.perf_counter() - began:.0f} s', file=sys.stderr, flush=True)
     for pair_of_files in files.values():
         for file in pair_of_files: file.close()
     return seconds
@@ -62,8 +68,8 @@ def prepare(folder: Path, n: int) -> dict:
     began = time.perf_counter()
     open_pairs(found['train'], tokenizer, found.langs, MAX_LEN, folder/'encoded')
     return dict(prepare_seconds=seconds, prepare_cpu_seconds=cpu_seconds(), reopen_seconds=time.perf_counter() - began,
-                prepare_rss_mb=peak[0]*1024/1e6, prepare_worker_rss_mb=peak[1]*1024/1e6, kept=len(pairs), dropped=pairs.dropped,
-                encoded_mb=encoded/1e6, tokens=pairs.tokens)
+                prepare_rss_mb=peak[0]*1024/1e6, prepare_worker_rss_mb=peak[1]*1024/1e6,
+                kept=len(pairs), dropped=pairs.dropped, encoded_mb=encoded/1e6, tokens=pairs.tokens)
 
 def train(folder: Path, n: int, steps: int) -> dict:
     "Some steps of `tiny`, then a whole epoch of the loader alone, which looks at every pair."
@@ -88,13 +94,16 @@ def train(folder: Path, n: int, steps: int) -> dict:
     for batch in loader.epoch(1): batches += 1
     of_loader, of_loader_cpu = (time.perf_counter() - began)/batches, (time.process_time() - cpu_began)/batches
     step, step_cpu = statistics.median(seconds[1:]), statistics.median(cpu[1:])
-    return dict(batches=n_batches, count_seconds=counted, step_ms=1000*step, loader_ms=1000*of_loader, loader_share=of_loader/step,
+    return dict(batches=n_batches, count_seconds=counted,
+                step_ms=1000*step, loader_ms=1000*of_loader, loader_share=of_loader/step,
                 step_cpu_ms=1000*step_cpu, loader_cpu_ms=1000*of_loader_cpu, threads=torch.get_num_threads(),
-                padding=padding_share(islice(loader.epoch(2), 100)), rss_after_steps_mb=after_steps, rss_mb=max(most, rss_mb()))
+                padding=padding_share(islice(loader.epoch(2), 100)),
+                rss_after_steps_mb=after_steps, rss_mb=max(most, rss_mb()))
 
 def measure(stage: str, folder: Path, n: int, steps: int) -> dict:
     "Run a stage in a process of its own."
-    command = [sys.executable, __file__, '--stage', stage, '--folder', str(folder), '--sizes', str(n), '--steps', str(steps)]
+    command = [sys.executable, __file__, '--stage', stage,
+               '--folder', str(folder), '--sizes', str(n), '--steps', str(steps)]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
 
 def rounded(value):
@@ -111,7 +120,8 @@ def line(rows: list[dict]) -> dict:
                 ten_million_encoded_mb=10e6*last['encoded_mb']/last['pairs'])
 
 def table(rows: list[dict]) -> str:
-    keys = 'pairs generate_seconds prepare_seconds prepare_cpu_seconds encoded_mb prepare_rss_mb rss_mb step_ms loader_ms loader_share'.split()
+    keys = ('pairs generate_seconds prepare_seconds prepare_cpu_seconds encoded_mb '
+            'prepare_rss_mb rss_mb step_ms loader_ms loader_share').split()
     lines = [keys] + [[f'{row[key]:,}' if key == 'pairs' else f'{row[key]:.4g}' for key in keys] for row in rows]
     widths = [max(len(line[k]) for line in lines) for k in range(len(keys))]
     return '\n'.join('  '.join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
@@ -121,13 +131,15 @@ def main():
     parser.add_argument('--sizes', type=int, nargs='+', default=[250_000, 500_000, 1_000_000], help='pairs')
     parser.add_argument('--steps', type=int, default=15, help='of training, at each size')
     parser.add_argument('--seed', type=int, default=1, help='of the sentences')
-    parser.add_argument('--folder', type=Path, help='where the files go; a temporary folder, removed in the end, unless given')
+    parser.add_argument('--folder', type=Path,
+                        help='where the files go; a temporary folder, removed in the end, unless given')
     parser.add_argument('--out', default='large-corpus', help='name of the record in results/; -: none')
     parser.add_argument('--note', default='', help='what a reader of the record should know: was the machine shared?')
     parser.add_argument('--stage', choices=['prepare', 'train'], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.stage:
-        stage = prepare(args.folder, args.sizes[0]) if args.stage == 'prepare' else train(args.folder, args.sizes[0], args.steps)
+        stage = (prepare(args.folder, args.sizes[0]) if args.stage == 'prepare'
+                 else train(args.folder, args.sizes[0], args.steps))
         return print(json.dumps(stage))
     with tempfile.TemporaryDirectory() as temporary:
         folder, sizes, load = args.folder or Path(temporary), sorted(args.sizes), [os.getloadavg()[0]]
@@ -142,10 +154,13 @@ def main():
                                      **measure('train', folder, n, args.steps))))
             load.append(os.getloadavg()[0])
             print(table(rows), flush=True)
-    metrics = dict(sizes=rows, line=rounded(line(rows)) if len(rows) > 1 else None, num_proc=len_cores(), tokenizer_seconds=round(tokenizer_seconds, 1),
+    metrics = dict(sizes=rows, line=rounded(line(rows)) if len(rows) > 1 else None,
+                   num_proc=len_cores(), tokenizer_seconds=round(tokenizer_seconds, 1),
                    vocab_size=VOCAB, max_tokens=MAX_TOKENS, steps=args.steps, load_average=[round(x, 1) for x in load])
-    record = dict(name=args.out, command='python benchmarks/' + shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), seed=args.seed, machine=machine(),
-                  date=str(date.today()), note=args.note, metrics=metrics, versions=versions())
+    record = dict(name=args.out,
+                  command='python benchmarks/' + shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+                  seed=args.seed, machine=machine(), date=str(date.today()),
+                  note=args.note, metrics=metrics, versions=versions())
     print(json.dumps(metrics['line'], indent=1))
     if args.out != '-': write_whole(RESULTS/f'{args.out}.json', json.dumps(record, indent=2) + '\n')
 

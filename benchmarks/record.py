@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Score a trained folder on some splits of its own corpus, and write the record: NAME.json and NAME.log.jsonl in results/.
+"""Score a trained folder on some splits of its own corpus, and write the record:
+NAME.json and NAME.log.jsonl in results/.
 
-    python benchmarks/record.py runs/m30k multi30k-en-de-tiny-30min --split test_2016_flickr --command 'annotated-transformer train …'
+    python benchmarks/record.py runs/m30k multi30k-en-de-tiny-30min
+        --split test_2016_flickr --command 'annotated-transformer train …'
 """
 import argparse, hashlib, json, os, platform, time
 from datetime import date
@@ -20,11 +22,14 @@ RESULTS = Path(__file__).parent / 'results'
 def machine() -> str:
     "The processor's name and how many of its cores are ours."
     info = Path('/proc/cpuinfo')
-    names = [line.split(':')[1].strip() for line in info.read_text().splitlines() if line.startswith('model name')] if info.exists() else []
+    names = [line.split(':')[1].strip() for line in info.read_text().splitlines()
+             if line.startswith('model name')] if info.exists() else []
     return f'{(names or [platform.processor() or platform.machine()])[0]}, {os.cpu_count()} cores'
 
 def scored(translations: list[str], references: list[str], lang: str, tokenized: bool) -> dict:
-    "All that is told of a split; of text that is lower-cased and cut into words, that figure alone which older papers have."
+    """All that is told of a split; of text that is lower-cased and cut into words,
+    that figure alone which older papers have.
+    """
     if not tokenized: return report(translations, references, lang)
     bleu, signature = tokenized_bleu(translations, references)
     return dict(lowercased_tokenized_bleu=bleu, lowercased_tokenized_signature=signature, sentences=len(references),
@@ -34,7 +39,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('run', type=Path, help='a folder that `annotated-transformer train` finished')
     parser.add_argument('name', help='of the record')
-    parser.add_argument('--split', action='append', required=True, help='of the corpus that it was trained on; may be repeated')
+    parser.add_argument('--split', action='append', required=True,
+                        help='of the corpus that it was trained on; may be repeated')
     parser.add_argument('--command', required=True, help='the command that made the folder')
     parser.add_argument('--data-dir', type=Path, help='where the corpus lies, if not where it lay in training')
     parser.add_argument('--beam-size', type=int, default=4, help='of the search (4)')
@@ -44,8 +50,10 @@ def main():
     translator = Translator.load(args.run)
     made = translator.training
     corpus = load_corpus(CorpusConfig(**made['run']['corpus'] | ({'data_dir': args.data_dir} if args.data_dir else {})))
-    metrics = dict(parameters=count_parameters(translator.model), training_minutes=round(made['progress']['minutes'], 2),
-                   steps=made['progress']['step'], epochs=made['progress']['epoch'], target_tokens=made['progress']['tokens'])
+    metrics = dict(parameters=count_parameters(translator.model),
+                   training_minutes=round(made['progress']['minutes'], 2),
+                   steps=made['progress']['step'], epochs=made['progress']['epoch'],
+                   target_tokens=made['progress']['tokens'])
     details, search = {}, dict(beam_size=args.beam_size, alpha=args.alpha)
     for split in ['val', *args.split]:
         began = time.monotonic()
@@ -53,7 +61,8 @@ def main():
         seconds = round(time.monotonic() - began, 2)
         found = scored(translations, [tgt for _, tgt in corpus[split]], corpus.langs[1], args.tokenized)
         details[split] = found | dict(seconds=seconds)
-        told = {f'{split}_{name}': round(found[name], 2) for name in ('bleu', 'chrf', 'lowercased_tokenized_bleu') if name in found}
+        told = {f'{split}_{name}': round(found[name], 2)
+                for name in ('bleu', 'chrf', 'lowercased_tokenized_bleu') if name in found}
         metrics |= told
         print(', '.join(f'{name} {figure}' for name, figure in told.items()))
     record = dict(name=args.name, command=args.command, seed=made['run']['training']['seed'], machine=machine(),

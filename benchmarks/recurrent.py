@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""What the Transformer replaced, beside it: LSTMs with attention, with as many parameters, on the same batches. Page 32 plots the record.
+"""What the Transformer replaced, beside it: LSTMs with attention, with as many parameters, on the same batches.
+Page 32 plots the record.
 
-    python benchmarks/recurrent.py                          # toy EN-DE: rates, training, decoding; about 20 minutes of one core
+    python benchmarks/recurrent.py # toy EN-DE: rates, training, decoding; about 20 minutes of one core
     python benchmarks/recurrent.py --corpus multi30k --data-dir ../shared/data/multi30k --minutes 8
-    python benchmarks/recurrent.py --corpus multi30k --data-dir ../shared/data/multi30k --only 'LSTM, dot' --rate 0.008 --minutes 2 --slice 30
+    python benchmarks/recurrent.py --corpus multi30k --data-dir ../shared/data/multi30k \
+        --only 'LSTM, dot' --rate 0.008 --minutes 2 --slice 30
     python benchmarks/recurrent.py --minutes 0.1 --sweep-steps 20 --sentences 20 --out /tmp/recurrent.json
 
-Each model's clock counts the processor time of its own updates, with one thread: validation and decoding are not on it. The models
-learn in turns, `--slice` seconds each, so that a machine that slows down is slow for all. The highest learning rate of each family is the
-best of some, by the loss on `val` of toy EN-DE after `--sweep-steps` updates; Multi30k takes it from the record. A corpus' figures join
-those that the record holds, after every round. Ctrl-C ends the training after the round that runs, and what has been learned is scored.
-Rates that the record holds are not tried again.
+Each model's clock counts the processor time of its own updates, with one thread: validation and
+decoding are not on it. The models learn in turns, `--slice` seconds each, so that a machine that
+slows down is slow for all. The highest learning rate of each family is the best of some, by the loss
+on `val` of toy EN-DE after `--sweep-steps` updates; Multi30k takes it from the record. A corpus'
+figures join those that the record holds, after every round. Ctrl-C ends the training after the round
+that runs, and what has been learned is scored. Rates that the record holds are not tried again.
 """
 import argparse, json, re, shlex, sys, time
 from dataclasses import asdict, replace
@@ -34,9 +37,11 @@ from annotated_transformer.vocabulary import train_tokenizer, write_whole
 from record import RESULTS, machine
 
 SEED, WARMUP = 1, 100
-RATES = {'Transformer': (2e-3, 4e-3, 8e-3), 'LSTM': (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)} # tried as the highest, by family
+# tried as the highest, by family
+RATES = {'Transformer': (2e-3, 4e-3, 8e-3), 'LSTM': (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)}
 TESTS = {'toy-ende': ('test', 'test_long'), 'multi30k': ('test_2016_flickr',)}
-EDGES = {'toy-ende': (6, 9, 12, 16, 20, 24), 'multi30k': (7, 10, 13, 16, 20)} # words of the longest reference in each group but the last
+# words of the longest reference in each group but the last
+EDGES = {'toy-ende': (6, 9, 12, 16, 20, 24), 'multi30k': (7, 10, 13, 16, 20)}
 
 
 class Task:
@@ -50,13 +55,15 @@ class Task:
         transformer = replace(run.model, vocab_size=len(self.tokenizer))
         self.models = {'Transformer': transformer} | {
             f'LSTM, {attention}': self.equal(transformer, attention) for attention in ('additive', 'dot')}
-        self.train, val = (encode_pairs(self.corpus[s], self.tokenizer, self.corpus.langs, transformer.max_len) for s in ('train', 'val'))
+        self.train, val = (encode_pairs(self.corpus[s], self.tokenizer, self.corpus.langs, transformer.max_len)
+                           for s in ('train', 'val'))
         self.val = list(BatchLoader(val, 4000, shuffle=False).epoch(0))
 
     def equal(self, transformer, attention):
         "A recurrent model, the even width of which makes its parameters as many as they can be made."
         wanted, c = count_parameters(build(transformer)), transformer
-        configs = [RecurrentConfig(c.vocab_size, 2, d, attention, c.dropout, c.max_len) for d in range(c.d_model, 2*c.d_model, 2)]
+        configs = [RecurrentConfig(c.vocab_size, 2, d, attention, c.dropout, c.max_len)
+                   for d in range(c.d_model, 2*c.d_model, 2)]
         return min(configs, key=lambda config: abs(count_parameters(build(config)) - wanted))
 
 
@@ -79,8 +86,10 @@ class Learner:
         "One more batch."
         c, batch, began = self.task.training, next(self.batches), time.process_time()
         seed_step(SEED, self.step + 1)
-        train_step(self.objective, [batch], self.optimizer, learning_rate(self.step + 1, self.rate, c.warmup), c.clip_norm)
-        self.step, self.tokens, self.seconds = self.step + 1, self.tokens + batch.n_tokens, self.seconds + time.process_time() - began
+        train_step(self.objective, [batch], self.optimizer,
+                   learning_rate(self.step + 1, self.rate, c.warmup), c.clip_norm)
+        self.step, self.tokens, self.seconds = (
+            self.step + 1, self.tokens + batch.n_tokens, self.seconds + time.process_time() - began)
 
     def learn(self, until):
         "Until the clock shows so many seconds; then validate."
@@ -118,29 +127,36 @@ def decode(task, learner, sentences):
         began = time.process_time()
         translations = translator.translate(texts, beam_size=beam)
         seconds = time.process_time() - began
-        took[how] = dict(bleu=round(score(translations, references).bleu, 2), seconds=round(seconds, 2), sentences_per_second=round(len(texts)/seconds, 2))
+        took[how] = dict(bleu=round(score(translations, references).bleu, 2), seconds=round(seconds, 2),
+                         sentences_per_second=round(len(texts)/seconds, 2))
     src, tgt = max(task.corpus[TESTS[task.corpus.name][0]][:20], key=lambda pair: len(pair[0]))
     seen = translator.attention(src, tgt)
-    looked = dict(src=seen.src, tgt=seen.tgt, cross=[[[round(w, 3) for w in row] for row in layer] for layer in seen.cross.mean(1).tolist()])
-    return dict(**took, looked=looked, by_length=brief(score_by_length(translations, references, EDGES[task.corpus.name])))
+    looked = dict(src=seen.src, tgt=seen.tgt,
+                  cross=[[[round(w, 3) for w in row] for row in layer] for layer in seen.cross.mean(1).tolist()])
+    return dict(**took, looked=looked,
+                by_length=brief(score_by_length(translations, references, EDGES[task.corpus.name])))
 
 def figures(task, learners, rates, decoded):
     "What the record says of each model."
-    return {name: dict(settings=asdict(task.models[name]), parameters=count_parameters(of.model), peak_rate=rates[family(name)], curve=of.curve,
-                       tokens_per_second=round(of.tokens / of.seconds, 1), **decoded.get(name, {})) for name, of in learners.items()}
+    return {name: dict(settings=asdict(task.models[name]), parameters=count_parameters(of.model),
+                       peak_rate=rates[family(name)], curve=of.curve,
+                       tokens_per_second=round(of.tokens / of.seconds, 1), **decoded.get(name, {}))
+            for name, of in learners.items()}
 
 def join(path, **parts):
     "The record with these parts joined to it, as it lies there now."
     record = json.loads(path.read_text('utf-8')) if path.is_file() else dict(name='recurrent')
     record |= parts
-    text = re.sub(r'\[[\s\d.,]+\]', lambda rows: ' '.join(rows[0].split()), json.dumps(record, indent=1)) # a row of numbers is a line
+    # a row of numbers is a line
+    text = re.sub(r'\[[\s\d.,]+\]', lambda rows: ' '.join(rows[0].split()), json.dumps(record, indent=1))
     if parts: write_whole(path, text + '\n')
     return record
 
 def try_rate(task, args):
     "Join to the record how one model learns at another rate."
     learner = Learner(task, task.models[args.only], args.rate)
-    for i in trange(1, 1 + round(60*args.minutes / args.slice), desc=f'{args.only}, {args.rate:g}'): learner.learn(i * args.slice)
+    for i in trange(1, 1 + round(60*args.minutes / args.slice), desc=f'{args.only}, {args.rate:g}'):
+        learner.learn(i * args.slice)
     found = dict(model=args.only, peak_rate=args.rate, command=command(), curve=learner.curve)
     held = join(args.out)[args.corpus]
     join(args.out, **{args.corpus: held | dict(other_rates=held.get('other_rates', []) + [found])})
@@ -152,12 +168,15 @@ def main():
     parser.add_argument('--corpus', choices=list(TESTS), default='toy-ende')
     parser.add_argument('--data-dir', type=Path, help='where Multi30k lies')
     parser.add_argument('--minutes', type=float, default=3., help='of training for each model (3)')
-    parser.add_argument('--slice', type=float, default=20., help='seconds that one model learns before it is the next one\'s turn (20)')
-    parser.add_argument('--sweep-steps', type=int, default=200, help='updates for each learning rate that is tried (200)')
+    parser.add_argument('--slice', type=float, default=20.,
+                        help='seconds that one model learns before it is the next one\'s turn (20)')
+    parser.add_argument('--sweep-steps', type=int, default=200,
+                        help='updates for each learning rate that is tried (200)')
     parser.add_argument('--sentences', type=int, help='of each test split to translate; all unless given')
     parser.add_argument('--only', help='one model, to learn alone at --rate and not be scored: was the rate to blame?')
     parser.add_argument('--rate', type=float, help='its highest rate')
-    parser.add_argument('--out', type=Path, default=RESULTS / 'recurrent.json', help='the record (results/recurrent.json)')
+    parser.add_argument('--out', type=Path, default=RESULTS / 'recurrent.json',
+                        help='the record (results/recurrent.json)')
     args = parser.parse_args()
     torch.set_num_threads(1)
     task, decoded = Task(args.corpus, args.data_dir), {}
@@ -168,7 +187,8 @@ def main():
     learners = {name: Learner(task, config, rates[family(name)]) for name, config in task.models.items()}
     about = dict(command=command(), seed=SEED, machine=machine(), date=str(date.today()),
                  versions=versions(), tests=TESTS[args.corpus],
-                 training={name: getattr(task.training, name) for name in ('max_tokens', 'warmup', 'label_smoothing', 'clip_norm')})
+                 training={name: getattr(task.training, name)
+                           for name in ('max_tokens', 'warmup', 'label_smoothing', 'clip_norm')})
     def write(): join(args.out, **{args.corpus: dict(about, models=figures(task, learners, rates, decoded))})
     with noting_signals() as noted:
         for i in tqdm(range(1, 1 + max(1, round(60*args.minutes / args.slice))), desc=args.corpus, unit='round'):

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Train the model that ships inside the package: toy EN-DE by its recipe, scored on all of its test splits.
 
-    python benchmarks/shipped_model.py                 # about three minutes on two cores; into annotated_transformer/data/toy-ende
+    python benchmarks/shipped_model.py # about three minutes on two cores; into annotated_transformer/data/toy-ende
     python benchmarks/shipped_model.py --out /tmp/again # the same elsewhere, to compare
 
-The record is the folder's own training.json, and results/shipped-model.log.jsonl beside it: the losses that the same command gives again.
+The record is the folder's own training.json, and results/shipped-model.log.jsonl beside it:
+the losses that the same command gives again.
 """
 import argparse, json, shlex, sys, tempfile
 from dataclasses import asdict
@@ -28,9 +29,11 @@ def main():
     corpus, splits = load_corpus(run.corpus), ('test', 'test_long', 'test_combinations')
     scores = {split: evaluate(translator, corpus[split])[0] for split in splits}
     translator.training |= {split: asdict(found) for split, found in scores.items()} | dict(
-        command=shlex.join(['python', 'benchmarks/shipped_model.py', *sys.argv[1:]]), machine=machine(), date=str(date.today()))
+        command=shlex.join(['python', 'benchmarks/shipped_model.py', *sys.argv[1:]]),
+        machine=machine(), date=str(date.today()))
     translator.save(args.out)
-    if args.out == SHIPPED: write_whole(RESULTS / 'shipped-model.log.jsonl', ''.join(json.dumps(row) + '\n' for row in log))
+    if args.out == SHIPPED:
+        write_whole(RESULTS / 'shipped-model.log.jsonl', ''.join(json.dumps(row) + '\n' for row in log))
     for split, found in scores.items(): print(f'{split}: {found}')
 
 if __name__ == '__main__': main()

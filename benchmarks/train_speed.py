@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 """How fast a training step is, beside torch's own Transformer, Hugging Face's Marian, and the matrix products alone.
 
-    python benchmarks/train_speed.py                      # sizes tiny and small; on a GPU base and big as well, in bfloat16
+    python benchmarks/train_speed.py # sizes tiny and small; on a GPU base and big as well, in bfloat16
     python benchmarks/train_speed.py --sizes tiny --repeats 5 --steps 8 --out /dev/null
 
-All learn from the same batches in the same order: Multi30k EN-DE where it lies in ../shared/data (or --data-dir), the toy
-corpus elsewhere. All have the same dimensions, tied embeddings, dropout in the same places (embeddings and sublayer
-outputs), the same label smoothing, clipping and fused Adam. The two others are given the faster of two ways to the loss:
-logits at every position, or at real tokens only. Every round times each of them once, one after the other in an order
-that moves on, and the medians of the rounds count. Memory is measured in a process of its own for each: the peak during
-the steps above what was resident once model and optimizer were built, so gradients, Adam's means, activations and
-logits count, and code and weights do not.
+All learn from the same batches in the same order: Multi30k EN-DE where it lies in ../shared/data (or
+--data-dir), the toy corpus elsewhere. All have the same dimensions, tied embeddings, dropout in the same
+places (embeddings and sublayer outputs), the same label smoothing, clipping and fused Adam. The two others are
+given the faster of two ways to the loss: logits at every position, or at real tokens only. Every round times
+each of them once, one after the other in an order that moves on, and the medians of the rounds count. Memory
+is measured in a process of its own for each: the peak during the steps above what was resident once model and
+optimizer were built, so gradients, Adam's means, activations and logits count, and code and weights do not.
 """
 import argparse, json, math, os, random, shlex, statistics, subprocess, sys, time
 from dataclasses import asdict, dataclass
@@ -60,7 +60,8 @@ def load_batches(size, n, data_dir, multiple=1):
     corpus = load_corpus(CorpusConfig('multi30k', data_dir=data_dir) if found else CorpusConfig('toy-ende'))
     v = min(size.model.vocab_size, 8000)  # a small corpus has no more; the model keeps its own size
     tokenizer = train_tokenizer('bpe', corpus['train'], corpus.langs, v)
-    loader = BatchLoader(encode_pairs(corpus['train'], tokenizer, corpus.langs), size.max_tokens, seed=SEED, multiple=multiple)
+    loader = BatchLoader(encode_pairs(corpus['train'], tokenizer, corpus.langs),
+                         size.max_tokens, seed=SEED, multiple=multiple)
     batches = [batch for _, batch in zip(range(n), loader.epoch(0))]
     return batches, ('multi30k' if found else 'toy-ende') + f', BPE {len(tokenizer):,}'
 
@@ -119,11 +120,13 @@ def marian(config, everywhere):
         return head(lambda x: model.lm_head(x) + model.final_logits_bias, states, batch.tgt_out, everywhere)
     return model, loss
 
-OTHERS = {f'{name}, {where}': (build, everywhere) for name, build in (('nn.Transformer', torch_transformer), ('Marian', marian))
+OTHERS = {f'{name}, {where}': (build, everywhere)
+          for name, build in (('nn.Transformer', torch_transformer), ('Marian', marian))
           for where, everywhere in (('all logits', True), ('real logits', False))}
 
 SWITCHES = {OURS: {}, 'Adam unfused': dict(fused=False), 'all logits at once': dict(plain_loss=True),
-            "torch's dropout": dict(plain_dropout=True), 'bfloat16': dict(precision='bfloat16'), 'compiled': dict(compile=True)}
+            "torch's dropout": dict(plain_dropout=True), 'bfloat16': dict(precision='bfloat16'),
+            'compiled': dict(compile=True)}
 
 class PlainObjective(Objective):
     "The loss of all logits at once."
@@ -139,7 +142,8 @@ def ours(size, device, precision, fused=True, plain_loss=False, plain_dropout=Fa
     for m in model.modules():
         if plain_dropout and isinstance(m, Dropout): m.__class__ = nn.Dropout
     config = TrainConfig(**dict(label_smoothing=SMOOTHING, precision=precision) | switches)
-    objective, optimizer = (PlainObjective if plain_loss else Objective)(model, config), make_optimizer(model, fused=fused)
+    objective, optimizer = ((PlainObjective if plain_loss else Objective)(model, config),
+                            make_optimizer(model, fused=fused))
     return model, lambda batch: train_step(objective, [batch], optimizer, RATE, CLIP)
 
 def contender(name, size, device, precision):
@@ -210,7 +214,9 @@ def seconds(step, batches):
     return time.perf_counter() - began
 
 def rounds(steps, batches, repeats):
-    "{name: seconds of each round}: everybody once a round, each time another one first; one round more, before, counts for nothing."
+    """{name: seconds of each round}: everybody once a round, each time another one first;
+    one round more, before, counts for nothing.
+    """
     names, found = list(steps), {name: [] for name in steps}
     for i in range(repeats + 1):
         for name in names[i % len(names):] + names[:i % len(names)]:
@@ -221,7 +227,8 @@ def rounds(steps, batches, repeats):
 def resident(peak=False):
     "Bytes of this process in memory, now or at most since `forget_peak`."
     field = 'VmHWM:' if peak else 'VmRSS:'
-    return next(int(line.split()[1])*1024 for line in Path('/proc/self/status').read_text().splitlines() if line.startswith(field))
+    return next(int(line.split()[1])*1024 for line in Path('/proc/self/status').read_text().splitlines()
+                if line.startswith(field))
 
 def forget_peak(): Path('/proc/self/clear_refs').write_text('5')
 
@@ -253,7 +260,8 @@ def measure(label, args):
     made = {name: contender(name, size, args.device, precision) for name in (OURS, *OTHERS)}
     parameters = {name: count_parameters(model) for name, (model, _) in made.items()}
     assert max(parameters.values()) < 1.01*min(parameters.values()), parameters
-    steps = {name: step for name, (_, step) in made.items()} | {'floor': floor(size.model, args.device, getattr(torch, precision))}
+    steps = ({name: step for name, (_, step) in made.items()}
+             | {'floor': floor(size.model, args.device, getattr(torch, precision))})
     took = rounds(steps, batches, args.repeats)
     median = {name: statistics.median(t) for name, t in took.items()}
     memory = {name: memory_of(name, label, args) for name in (OURS, *OTHERS)}
@@ -266,7 +274,8 @@ def measure(label, args):
         peak_mib={name: round(m/2**20) for name, m in memory.items()},
         ms_per_step={name: round(1000*t/args.steps, 2) for name, t in median.items()},
         fastest_other=fastest, speedup=round(ratio(fastest, OURS), 3),
-        memory_ratio=round(memory[OURS]/memory[fastest], 3), memory_ratio_to_least=round(memory[OURS]/min(memory[n] for n in OTHERS), 3),
+        memory_ratio=round(memory[OURS]/memory[fastest], 3),
+        memory_ratio_to_least=round(memory[OURS]/min(memory[n] for n in OTHERS), 3),
         share_of_floor=round(ratio('floor', OURS), 3), parameters=parameters[OURS], corpus=corpus,
         precision=precision, max_tokens=size.max_tokens, target_tokens_per_step=round(tokens/args.steps, 1),
         rounds={name: [round(t, 4) for t in ts] for name, ts in took.items()})
@@ -280,11 +289,14 @@ def measure(label, args):
     return found | dict(model=asdict(size.model))
 
 def measure_switches(label, args):
-    "One size of ours with each switch the other way; `compiled` is given batches of few shapes, and everybody the same ones."
+    """One size of ours with each switch the other way; `compiled` is given batches of few shapes,
+    and everybody the same ones.
+    """
     size, precision = SIZES[label], 'bfloat16' if SIZES[label].gpu else 'float32'
     batches, _ = load_batches(size, args.steps, args.data_dir, multiple=16)
     batches, tokens = [batch.to(args.device) for batch in batches], sum(batch.n_tokens for batch in batches)
-    steps = {name: contender(name, size, args.device, precision)[1] for name in SWITCHES if SWITCHES[name].get('precision') != precision}
+    steps = {name: contender(name, size, args.device, precision)[1]
+             for name in SWITCHES if SWITCHES[name].get('precision') != precision}
     steps['compiled'], began = counting_graphs(steps['compiled']), time.perf_counter()
     for batch in batches: steps['compiled'](batch)
     compiling = time.perf_counter() - began
@@ -304,11 +316,14 @@ def counting_graphs(step):
     return counted
 
 def copies(batches):
-    "Milliseconds in which the Python thread is held up by copying a batch to the GPU: from ordinary memory, and from pinned."
+    """Milliseconds in which the Python thread is held up by copying a batch to the GPU:
+    from ordinary memory, and from pinned.
+    """
     found = {}
     for name, ready, free in ('pageable', batches, False), ('pinned', [batch.pin_memory() for batch in batches], True):
         torch.cuda.synchronize()
-        found[name] = round(1000*statistics.median(seconds(lambda b: b.to('cuda', non_blocking=free), [b]) for b in ready), 4)
+        found[name] = round(1000*statistics.median(
+            seconds(lambda b: b.to('cuda', non_blocking=free), [b]) for b in ready), 4)
     return found
 
 
@@ -321,7 +336,8 @@ def arguments():
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu', choices=['cpu', 'cuda'])
     parser.add_argument('--data-dir', type=Path, default=ROOT.parent/'shared/data/multi30k', help='where Multi30k lies')
     parser.add_argument('--out', type=Path, default=RESULTS/'train-speed.json', help='of the record')
-    parser.add_argument('--switches', action='store_true', help='also ours with each switch the other way; compiling takes minutes')
+    parser.add_argument('--switches', action='store_true',
+                        help='also ours with each switch the other way; compiling takes minutes')
     parser.add_argument('--memory-of', choices=[OURS, *OTHERS], help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.sizes = args.sizes or [name for name, size in SIZES.items() if args.device == 'cuda' or not size.gpu]
@@ -338,8 +354,9 @@ def main():
         return
     import transformers
     metrics = {label: measure(label, args) for label in args.sizes}
-    record = dict(name='train-speed', command=shlex.join(['python', 'benchmarks/train_speed.py', *sys.argv[1:]]), seed=SEED,
-                  machine=machine(), date=str(date.today()), metrics=metrics, repeats=args.repeats, steps=args.steps,
+    record = dict(name='train-speed', command=shlex.join(['python', 'benchmarks/train_speed.py', *sys.argv[1:]]),
+                  seed=SEED, machine=machine(), date=str(date.today()),
+                  metrics=metrics, repeats=args.repeats, steps=args.steps,
                   versions=versions() | dict(transformers=transformers.__version__))
     write_whole(args.out, json.dumps(record, indent=2) + '\n')
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from jaxtyping import install_import_hook
 
 # Before anything imports the package. The grammar of toy_languages has no shapes, and makes a million small calls.
-MODULES = [f'annotated_transformer.{path.stem}' for path in (Path(__file__).parents[1]/'annotated_transformer').glob('*.py')
+MODULES = [f'annotated_transformer.{path.stem}'
+           for path in (Path(__file__).parents[1]/'annotated_transformer').glob('*.py')
            if path.stem not in ('__init__', 'toy_languages')]
 install_import_hook(MODULES, 'beartype.beartype')
 

@@ -220,7 +220,8 @@ def test_any_split_into_chunks_gives_the_same(sizes, seed):
 
 @pytest.mark.parametrize('sizes', [[1]*20, [3, 1, 1, 9, 2, 1], [1, 40, 1]], ids=str)
 def test_places_to_spare(sizes):
-    "What is handed out stays as it was while the cache grows, and is copied seldom; rows are chosen with places to spare."
+    """What is handed out stays as it was while the cache grows, and is copied seldom;
+    rows are chosen with places to spare."""
     torch.manual_seed(0)
     pieces = [(torch.randn(3, 2, n, 4), torch.randn(3, 2, n, 5)) for n in sizes]
     cache, given, rooms = KeyValueCache(), [], set()
@@ -235,7 +236,8 @@ def test_places_to_spare(sizes):
     cache.select(torch.tensor([2, 0]))
     extra = torch.randn(2, 2, 1, 4), torch.randn(2, 2, 1, 5)
     cache.append(*extra)
-    assert torch.equal(cache.key, torch.cat([keys[[2, 0]], extra[0]], 2)) and torch.equal(cache.value, torch.cat([values[[2, 0]], extra[1]], 2))
+    assert (torch.equal(cache.key, torch.cat([keys[[2, 0]], extra[0]], 2))
+            and torch.equal(cache.value, torch.cat([values[[2, 0]], extra[1]], 2)))
 
 
 def test_a_fixed_cache_keeps_the_first_memory():

@@ -1,4 +1,5 @@
-"What the batches page cannot show: many random corpora, the model's view of padding, and real text where it is at hand."
+"""What the batches page cannot show: many random corpora, the model's view of padding,
+and real text where it is at hand."""
 import json
 import os
 import random
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from annotated_transformer import batches as batches_module
-from annotated_transformer.batches import Batch, BatchLoader, collate, encode_pairs, pad_rows, padding_share, token_batches
+from annotated_transformer.batches import (
+    Batch, BatchLoader, collate, encode_pairs, pad_rows, padding_share, token_batches)
 from annotated_transformer.corpora import load_corpus
 from annotated_transformer.losses import linear_cross_entropy
 from annotated_transformer.transformer import Transformer, TransformerConfig
@@ -18,7 +20,8 @@ from annotated_transformer.vocabulary import BOS, EOS, PAD, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get('ANNOTATED_TRANSFORMER_MULTI30K') or ROOT.parent/'shared/data/multi30k')
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason='no Multi30k: set ANNOTATED_TRANSFORMER_MULTI30K to its folder')
+needs_data = pytest.mark.skipif(
+    not DATA.is_dir(), reason='no Multi30k: set ANNOTATED_TRANSFORMER_MULTI30K to its folder')
 
 
 def random_pairs(seed, n=300, longest=40):
@@ -56,7 +59,8 @@ def test_each_pair_once_within_the_budget(seed, max_tokens, multiple, small_wind
 @pytest.mark.parametrize('world', [2, 3, 7, 50])
 @pytest.mark.parametrize('multiple', [1, 8])
 def test_ranks_are_disjoint_and_complete(world, multiple, small_windows):
-    pairs = [([i, *src], [i, *tgt]) for i, (src, tgt) in enumerate(random_pairs(9), 100)]     # the first id says which pair it is
+    # the first id says which pair it is
+    pairs = [([i, *src], [i, *tgt]) for i, (src, tgt) in enumerate(random_pairs(9), 100)]
     whole = BatchLoader(pairs, 400, seed=2, multiple=multiple)
     parts = [BatchLoader(pairs, 400, seed=2, rank=rank, world=world, multiple=multiple) for rank in range(world)]
     for epoch, start in ((0, 0), (1, 0), (1, 5)):
@@ -73,7 +77,8 @@ def test_ranks_are_disjoint_and_complete(world, multiple, small_windows):
 
 
 def test_an_empty_share_goes_through_model_and_loss():
-    "Forward and backward of a batch without rows, and of rows without tokens: the loss is 0, the gradients are 0 and not NaN."
+    """Forward and backward of a batch without rows, and of rows without tokens:
+    the loss is 0, the gradients are 0 and not NaN."""
     for norm in ('post', 'pre'):
         model = Transformer(TransformerConfig(vocab_size=60, n_layers=2, d_model=16, d_ff=32, n_heads=4, norm=norm))
         for batch in (collate([]), collate([], height=3, width=5)):
@@ -82,7 +87,8 @@ def test_an_empty_share_goes_through_model_and_loss():
             assert states.shape == (*batch.tgt_in.shape, 16) and states.isfinite().all()
             for smoothing in (0., 0.1):
                 model.zero_grad()
-                loss = linear_cross_entropy(model.states(batch.src, batch.tgt_in)[real], model.output.weight, batch.tgt_out[real], smoothing)
+                loss = linear_cross_entropy(model.states(batch.src, batch.tgt_in)[real], model.output.weight,
+                                            batch.tgt_out[real], smoothing)
                 loss.backward()
                 assert loss.item() == 0 and batch.n_tokens == 0
                 assert all(p.grad is not None and (p.grad == 0).all() for p in model.parameters())
@@ -96,7 +102,8 @@ def test_rows_of_filler_change_nothing():
         batch = collate(random_pairs(4, n=7, longest=12), **options)
         real = batch.tgt_out != PAD
         model.zero_grad()
-        loss = linear_cross_entropy(model.states(batch.src, batch.tgt_in)[real], model.output.weight, batch.tgt_out[real])
+        loss = linear_cross_entropy(model.states(batch.src, batch.tgt_in)[real], model.output.weight,
+                                    batch.tgt_out[real])
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
         assert batch.n_tokens == real.sum()
@@ -128,7 +135,8 @@ def test_pairs_that_are_a_function_of_the_epoch():
     assert not asked
     for epoch in (0, 3):
         same = BatchLoader(random_pairs(epoch, n=50 + epoch), 200, seed=1)
-        for a, b in zip(loader.epoch(epoch), same.epoch(epoch), strict=True): assert torch.equal(a.src, b.src) and torch.equal(a.tgt, b.tgt)
+        for a, b in zip(loader.epoch(epoch), same.epoch(epoch), strict=True):
+            assert torch.equal(a.src, b.src) and torch.equal(a.tgt, b.tgt)
         assert len(loader) == len(same)
     assert asked == [0, 3]
     with pytest.raises(ValueError, match='more than max_tokens=5'): len(BatchLoader(pairs, 5))
@@ -148,7 +156,8 @@ def test_windows_mix_the_whole_corpus(monkeypatch):
 @pytest.mark.parametrize('dtype', [np.uint8, np.uint16, np.int32])
 def test_the_type_of_lengths_does_not_matter(dtype, multiple):
     lengths = [(len(s) + 1, len(t) + 1) for s, t in random_pairs(8)]
-    for a, b in zip(token_batches(lengths, 500, 1, 2, multiple=multiple), token_batches(np.array(lengths, dtype), 500, 1, 2, multiple=multiple), strict=True):
+    for a, b in zip(token_batches(lengths, 500, 1, 2, multiple=multiple),
+                    token_batches(np.array(lengths, dtype), 500, 1, 2, multiple=multiple), strict=True):
         assert np.array_equal(a, b)
 
 
@@ -190,7 +199,8 @@ def test_a_batch_holds_its_pairs():
     for rows, batch in zip(loader.index_batches(0), loader.epoch(0), strict=True):
         assert len(batch) == len(rows) and batch.src.dtype == batch.tgt.dtype == torch.long
         for i, src, tgt in zip(rows, batch.src.tolist(), batch.tgt.tolist()):
-            assert [t for t in src if t != PAD] == [*pairs[i][0], EOS] and [t for t in tgt if t != PAD] == [BOS, *pairs[i][1], EOS]
+            assert ([t for t in src if t != PAD] == [*pairs[i][0], EOS]
+                    and [t for t in tgt if t != PAD] == [BOS, *pairs[i][1], EOS])
         assert batch.n_tokens == sum(len(pairs[i][1]) + 1 for i in rows) == (batch.tgt_out != PAD).sum()
         assert torch.equal(batch.tgt_in, batch.tgt[:, :-1]) and torch.equal(batch.tgt_out, batch.tgt[:, 1:])
         assert (batch.src[:, -1] != PAD).any() and (batch.tgt_out[:, -1] != PAD).any()      # no wider than needed
@@ -198,7 +208,8 @@ def test_a_batch_holds_its_pairs():
 
 def test_empty_sentences_and_empty_corpora():
     batch = collate([([], []), ([5], [])])
-    assert batch.src.tolist() == [[EOS, PAD], [5, EOS]] and batch.tgt.tolist() == [[BOS, EOS], [BOS, EOS]] and batch.n_tokens == 2
+    assert (batch.src.tolist() == [[EOS, PAD], [5, EOS]]
+            and batch.tgt.tolist() == [[BOS, EOS], [BOS, EOS]] and batch.n_tokens == 2)
     assert len(BatchLoader([], 10)) == 0 and list(BatchLoader([], 10).epoch(0)) == []
     assert collate([]).src.shape == (0, 1) and collate([]).tgt_in.shape == (0, 1) and pad_rows([]).dtype == torch.long
 
@@ -226,7 +237,8 @@ def test_padding_cannot_change_what_a_model_says():
         logits = model(together.src, together.tgt_in)
         for i, pair in enumerate(pairs):
             alone = collate([pair])
-            torch.testing.assert_close(logits[i, :alone.tgt_in.size(1)], model(alone.src, alone.tgt_in)[0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(logits[i, :alone.tgt_in.size(1)], model(alone.src, alone.tgt_in)[0],
+                                       rtol=1e-4, atol=1e-5)
     assert padding_share([together]) > 0.2
 
 
@@ -249,7 +261,8 @@ def test_long_sentences_are_cut_with_one_warning():
 def test_to_a_device():
     batch = collate(random_pairs(5, n=3)).to('meta')
     assert batch.src.device.type == batch.tgt.device.type == 'meta' and isinstance(batch.n_tokens, int)
-    assert Batch(batch.src, batch.tgt, 5, 70).to('meta').global_tokens == Batch(batch.src, batch.tgt, 5, 70).pin_memory().global_tokens == 70
+    assert (Batch(batch.src, batch.tgt, 5, 70).to('meta').global_tokens
+            == Batch(batch.src, batch.tgt, 5, 70).pin_memory().global_tokens == 70)
     if torch.cuda.is_available():
         assert collate(random_pairs(5, n=3)).pin_memory().src.is_pinned()
         here = collate(random_pairs(5, n=3))

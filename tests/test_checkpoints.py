@@ -6,9 +6,10 @@ import pytest, safetensors.torch, torch
 from torch.optim.swa_utils import AveragedModel
 
 from annotated_transformer import checkpoints as module
-from annotated_transformer.checkpoints import (Progress, append_log, average_checkpoints, best_steps, checkpoint_name, checkpoints, cut_log, keep,
-                                               latest, load_checkpoint, load_model, load_state, load_weights, read_log,
-                                               save_checkpoint, save_model, verify, whole, write_manifest)
+from annotated_transformer.checkpoints import (
+    Progress, append_log, average_checkpoints, best_steps, checkpoint_name, checkpoints, cut_log, keep,
+    latest, load_checkpoint, load_model, load_state, load_weights, read_log,
+    save_checkpoint, save_model, verify, whole, write_manifest)
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.translator import Translator
 from annotated_transformer.vocabulary import train_tokenizer, write_whole
@@ -32,7 +33,9 @@ def save(out, step, seed=0, **progress):
 
 def numbers(model): return torch.cat([p.detach().flatten() for p in model.parameters()])
 
-def content(folder): return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob('*')) if p.is_file()}
+def content(folder):
+    return {str(p.relative_to(folder)): p.read_bytes()
+            for p in sorted(Path(folder).rglob('*')) if p.is_file()}
 
 def names(out): return sorted(p.name for p in (out / 'checkpoints').iterdir())
 
@@ -56,12 +59,14 @@ def test_a_damaged_checkpoint_changes_nothing(tmp_path):
     model, optimizer, ema = trained(seed=2)
     before = numbers(model), numbers(ema), str(optimizer.state_dict())
     with pytest.raises(ValueError, match='progress.json'): load_checkpoint(folder, model, optimizer, ema)
-    assert torch.equal(numbers(model), before[0]) and torch.equal(numbers(ema), before[1]) and str(optimizer.state_dict()) == before[2]
+    assert (torch.equal(numbers(model), before[0]) and torch.equal(numbers(ema), before[1])
+            and str(optimizer.state_dict()) == before[2])
 
 def test_a_state_without_moving_average(tmp_path):
     model, optimizer, ema = trained()
     folder = save_checkpoint(tmp_path, model, optimizer, Progress(1))
-    with pytest.raises(ValueError, match='state.pt holds no moving average'): load_checkpoint(folder, model, optimizer, ema)
+    with pytest.raises(ValueError, match='state.pt holds no moving average'):
+        load_checkpoint(folder, model, optimizer, ema)
     assert load_checkpoint(save(tmp_path, 2), model, optimizer).step == 2     # one that is not asked for does no harm
 
 
@@ -101,7 +106,8 @@ def test_killed_at_any_instant_of_a_save(tmp_path):
         save_checkpoint(run, model, optimizer, Progress(20, tokens=2), ema=ema)
         save_checkpoint(run, model, optimizer, Progress(20, tokens=3), ema=ema)
     pictures, seen = PHOTOGRAPHER.of(run, tmp_path / 'album', saves), []
-    assert any((picture / 'checkpoints' / 'step-00000020.partial' / 'manifest.json').exists() for _, picture in pictures)
+    assert any((picture / 'checkpoints' / 'step-00000020.partial' / 'manifest.json').exists()
+               for _, picture in pictures)
     for event, picture in pictures:
         at = load_checkpoint(latest(picture), model, optimizer, ema)
         seen.append((at.step, at.tokens))
@@ -198,11 +204,13 @@ def test_no_room_for_the_same_step_again(tmp_path):
 def test_a_file_where_the_folder_should_be(tmp_path):
     "Nobody can write there, whatever their rights."
     (tmp_path / 'checkpoints').write_text('in the way')
-    with pytest.raises(OSError, match='step-00000010 could not be written: .*; there is none before it'): save(tmp_path, 10)
+    with pytest.raises(OSError, match='step-00000010 could not be written: .*; there is none before it'):
+        save(tmp_path, 10)
 
 def mounted(size, path):
     "A small disk of its own, where this process may have one."
-    return subprocess.run(['mount', '-t', 'tmpfs', '-o', f'size={size}', 'tmpfs', str(path)], capture_output=True).returncode == 0
+    return subprocess.run(['mount', '-t', 'tmpfs', '-o', f'size={size}', 'tmpfs', str(path)],
+                          capture_output=True).returncode == 0
 
 def test_a_full_disk(tmp_path):
     "A real one for those who may mount it; a write that fails as on a full disk for everybody."
@@ -212,7 +220,8 @@ def test_a_full_disk(tmp_path):
     try:
         save(disk, 1)
         if small:
-            with pytest.raises(OSError, match='No space left on device .*; step-000000.., the last one, is untouched') as error:
+            with pytest.raises(OSError, match='No space left on device .*; '
+                                              'step-000000.., the last one, is untouched') as error:
                 for step in range(2, 20): save(disk, step)
             assert error.value.errno == errno.ENOSPC
             assert shutil.disk_usage(disk).free > 0                           # the attempt was cleared away
@@ -253,7 +262,8 @@ def test_interrupted_while_saving(tmp_path):
 
 def damages(data, seed, n):
     "One bit turned over at `n` random places and both ends, bytes lost at the end, none left, one too many."
-    for i in sorted({0, 1, 7, 8, len(data) - 1, *random.Random(seed).sample(range(len(data)), min(n, len(data)))} & {*range(len(data))}):
+    for i in sorted({0, 1, 7, 8, len(data) - 1, *random.Random(seed).sample(range(len(data)), min(n, len(data)))}
+                    & {*range(len(data))}):
         for bit in (0, 5, 7): yield f'bit {bit} of byte {i}', data[:i] + bytes([data[i] ^ 1 << bit]) + data[i+1:]
     for left in (0, 1, len(data) // 2, len(data) - 1): yield f'cut to {left}', data[:left]
     yield 'a byte more', data + b'\0'
@@ -268,7 +278,8 @@ def test_damage_is_recognised_by_name(tmp_path, name):
         with pytest.raises(ValueError) as error: latest(tmp_path)
         told = str(error.value)
         assert str(bad) in told and 'step-00000010, before it, is whole: delete step-00000020' in told, (what, told)
-        assert name in told or name == 'manifest.json', (what, told)          # a list that errs accuses the file it is wrong about
+        # a list that errs accuses the file it is wrong about
+        assert name in told or name == 'manifest.json', (what, told)
         with pytest.raises(ValueError, match='step-00000020'): load_checkpoint(bad, model, optimizer, ema)
     path.write_bytes(data)
     verify(bad)
@@ -289,14 +300,17 @@ def test_a_missing_file(tmp_path, name):
 def test_several_damaged_ones(tmp_path):
     for step in (10, 20, 30): save(tmp_path, step)
     for step in (20, 30): (tmp_path / f'checkpoints/step-{step:08d}/state.pt').write_bytes(b'')
-    with pytest.raises(ValueError, match='step-00000010, before it, is whole: delete step-00000030 and step-00000020'): latest(tmp_path)
+    with pytest.raises(ValueError, match='step-00000010, before it, is whole: '
+                                         'delete step-00000030 and step-00000020'):
+        latest(tmp_path)
     (tmp_path / 'checkpoints/step-00000010/state.pt').write_bytes(b'')
     with pytest.raises(ValueError, match='no checkpoint before it is whole'): latest(tmp_path)
     for step in (20, 30): shutil.rmtree(tmp_path / f'checkpoints/step-{step:08d}')
-    save(tmp_path, 10)                                                        # the damaged one of the same step is replaced
+    save(tmp_path, 10)    # the damaged one of the same step is replaced
     assert latest(tmp_path).name == 'step-00000010'
 
-@pytest.mark.parametrize('listed', ['[]', '{"state.pt": 3}', '{"state.pt": {}}', 'null', '{"state.pt": {"size": "x", "sha256": ""}}', '{'])
+@pytest.mark.parametrize('listed', ['[]', '{"state.pt": 3}', '{"state.pt": {}}', 'null',
+                                    '{"state.pt": {"size": "x", "sha256": ""}}', '{'])
 def test_a_list_of_another_form(tmp_path, listed):
     folder = save(tmp_path, 10)
     (folder / 'manifest.json').write_text(listed)
@@ -342,7 +356,8 @@ def bombs(marker):
 
 @pytest.mark.filterwarnings('ignore:Detected pickle protocol')
 @pytest.mark.parametrize('kind', ['zip', 'legacy', 'tar', 'plain', 'text'])
-@pytest.mark.parametrize('name', ['state.pt', 'model.safetensors', 'progress.json', 'config.json', 'tokenizer.json', 'training.json'])
+@pytest.mark.parametrize('name', ['state.pt', 'model.safetensors', 'progress.json',
+                                  'config.json', 'tokenizer.json', 'training.json'])
 def test_no_pickle_is_run(tmp_path, name, kind):
     marker = tmp_path / 'boom'
     model, optimizer, ema = trained()
@@ -374,7 +389,8 @@ def test_a_state_of_other_things(tmp_path):
 # --- best ones, averages
 
 def test_best_steps():
-    rows = [dict(step=s, val_loss=l, val_bleu=b) for s, l, b in [(1, 3., 1.), (2, 1., 5.), (3, 2., 5.), (4, float('nan'), float('nan'))]]
+    rows = [dict(step=s, val_loss=l, val_bleu=b)
+            for s, l, b in [(1, 3., 1.), (2, 1., 5.), (3, 2., 5.), (4, float('nan'), float('nan'))]]
     assert best_steps(rows, 'val_loss', 2) == [2, 3] and best_steps(rows, 'val_bleu', 2) == [2, 3]
     assert best_steps(rows + [dict(step=2, val_loss=9.)], 'val_loss', 1) == [3]   # the last word on a step counts
     assert best_steps(iter([dict(step=1, loss=3.)]), 'val_loss', 2) == [] and best_steps(rows, 'val_loss', 0) == []
@@ -386,7 +402,8 @@ def test_an_average_is_a_model_folder(tmp_path):
         save_model(model, folder)
         tokenizer.save(Path(folder) / 'tokenizer.json')
     models = [trained(seed, config) for seed in range(3)]
-    folders = [save_checkpoint(run, model, optimizer, Progress(step), save) for step, (model, optimizer, _) in enumerate(models)]
+    folders = [save_checkpoint(run, model, optimizer, Progress(step), save)
+               for step, (model, optimizer, _) in enumerate(models)]
     write_whole(run / 'run.json', json.dumps(dict(corpus=dict(corpus='copy'))))
     mean = Translator.load(average_checkpoints(folders, tmp_path / 'mean'), 'cpu')
     expected = torch.stack([numbers(model) for model, _, _ in models]).mean(0)
@@ -398,10 +415,12 @@ def test_an_average_is_a_model_folder(tmp_path):
 
 def test_an_average_is_written_whole_or_not_at_all(tmp_path):
     folders = [save(tmp_path, step, seed=step) for step in (1, 2)]
-    with pytest.raises(OSError, match='File too large'): limited(5000, lambda: average_checkpoints(folders, tmp_path / 'mean'))
+    with pytest.raises(OSError, match='File too large'):
+        limited(5000, lambda: average_checkpoints(folders, tmp_path / 'mean'))
     assert not list(tmp_path.glob('mean*'))
     (folders[0] / 'model.safetensors').write_bytes((folders[1] / 'model.safetensors').read_bytes())
-    with pytest.raises(ValueError, match='step-00000001/model.safetensors is damaged'): average_checkpoints(folders, tmp_path / 'mean')
+    with pytest.raises(ValueError, match='step-00000001/model.safetensors is damaged'):
+        average_checkpoints(folders, tmp_path / 'mean')
     with pytest.raises(FileNotFoundError, match='it has no config.json'):
         (tmp_path / 'empty').mkdir()
         average_checkpoints([tmp_path / 'empty'], tmp_path / 'mean')
@@ -439,7 +458,8 @@ def test_no_room_for_a_line(tmp_path):
     path = tmp_path / 'log.jsonl'
     append_log(path, dict(step=1))
     before = path.read_bytes()
-    with pytest.raises(OSError, match='File too large') as error: limited(len(before) + 5, lambda: append_log(path, dict(step=2)))
+    with pytest.raises(OSError, match='File too large') as error:
+        limited(len(before) + 5, lambda: append_log(path, dict(step=2)))
     assert error.value.filename == str(path) and path.read_bytes() == before
     append_log(path, dict(step=2))
     assert [row['step'] for row in read_log(path)] == [1, 2]

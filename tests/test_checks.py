@@ -1,4 +1,5 @@
-"Checks of anybody's Transformer: right models of many kinds pass all, wrong ones fail where they should, nothing handed in is changed."
+"""Checks of anybody's Transformer: right models of many kinds pass all, wrong ones fail where they should,
+nothing handed in is changed."""
 import copy
 import json
 import math
@@ -25,9 +26,11 @@ from annotated_transformer.vocabulary import EOS, PAD
 
 CONFIG = TransformerConfig(vocab_size=19, n_layers=1, d_model=32, d_ff=48, n_heads=4, max_len=16)
 OURS = {
-    'post': CONFIG, 'pre, deep': replace(CONFIG, norm='pre', n_layers=3), 'learned': replace(CONFIG, positions='learned', n_layers=2),
+    'post': CONFIG, 'pre, deep': replace(CONFIG, norm='pre', n_layers=3),
+    'learned': replace(CONFIG, positions='learned', n_layers=2),
     'alibi': replace(CONFIG, positions='alibi'), 'rotary': replace(CONFIG, positions='rotary', n_layers=2),
-    'untied, odd heads': replace(CONFIG, tied=False, d_k=6, d_v=5), 'scaled, large vocabulary': replace(CONFIG, init='scaled', vocab_size=3000)}
+    'untied, odd heads': replace(CONFIG, tied=False, d_k=6, d_v=5),
+    'scaled, large vocabulary': replace(CONFIG, init='scaled', vocab_size=3000)}
 
 
 class Sinusoids(nn.Module):
@@ -73,15 +76,17 @@ def test_torchs_transformer_passes_everything(norm_first, batch_first):
 def test_marian_passes_everything():
     marian = pytest.importorskip('transformers', reason='the development requirements are not installed')
     config = marian.MarianConfig(
-        vocab_size=23, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=16, pad_token_id=22, decoder_start_token_id=22, eos_token_id=0)
+        vocab_size=23, d_model=32, encoder_layers=1, decoder_layers=2,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48,
+        max_position_embeddings=16, pad_token_id=22, decoder_start_token_id=22, eos_token_id=0)
     torch.manual_seed(0)
     model = Adapter(marian.MarianMTModel(config), lambda m, src, tgt: m(
         input_ids=src, attention_mask=src.ne(22).long(), decoder_input_ids=tgt, use_cache=False).logits)
     assert check_transformer(model, pad=22).raise_if_failed().skipped == ['device']   # it looks into its masks
     model.call = lambda m, src, tgt: m(input_ids=src, decoder_input_ids=tgt, use_cache=False).logits
     quick = [name for name in QUESTIONS if name != 'by heart']
-    assert check_transformer(model, pad=22, only=quick).failed == ['source padding']  # faint, at Marian's small initial weights
+    # faint, at Marian's small initial weights
+    assert check_transformer(model, pad=22, only=quick).failed == ['source padding']
 
 def test_log_probabilities_are_as_good_as_logits():
     model = Adapter(ours(CONFIG), lambda m, src, tgt: m(src, tgt).log_softmax(-1))
@@ -98,7 +103,8 @@ def test_models_without_positions_dropout_padding_or_youth():
     model = ours(replace(CONFIG, dropout=0.0, positions='rotary'))
     for layer in (*model.encoder.layers, *model.decoder.layers): layer.self_attention.positions = None
     report = check_transformer(model, positions='none', dropout=False, trained=True, pad=None).raise_if_failed()
-    assert set(report.skipped) == {'source order', 'target order', 'training', 'first loss', 'source padding', 'target padding'}
+    assert set(report.skipped) == {'source order', 'target order', 'training', 'first loss',
+                                   'source padding', 'target padding'}
     report = check_transformer(model, dropout=False)
     assert {'source order', 'target order'} <= set(report.failed) and not report.passed
 
@@ -110,14 +116,16 @@ def test_what_cannot_be_tried_says_what_to_hand_in():
         def forward(self, src, tgt):
             x, y = (self.m['embed'](ids)*24**0.5 + sinusoids(ids.size(1), 24) for ids in (src, tgt))
             mask, hide = torch.ones(tgt.size(1), tgt.size(1), dtype=torch.bool).triu(1), src == 0
-            return self.m['out'](self.m['core'](x, y, tgt_mask=mask, tgt_is_causal=True, src_key_padding_mask=hide, memory_key_padding_mask=hide))
+            return self.m['out'](self.m['core'](x, y, tgt_mask=mask, tgt_is_causal=True,
+                                                src_key_padding_mask=hide, memory_key_padding_mask=hide))
     model = Nameless()
     del model.m['positions']
     report = check_transformer(model, only=['without positions'])
     assert report['runs'].passed, report
     assert report.skipped == ['without positions'] and 'without_positions=' in report['without positions'].tried
     bare = lambda src, tgt: call({**model.m, 'positions': nn.Identity()}, src, tgt)
-    assert check_transformer(model.eval(), only=['without positions'], without_positions=bare).named(True) == ['runs', 'without positions']
+    assert (check_transformer(model.eval(), only=['without positions'], without_positions=bare).named(True)
+            == ['runs', 'without positions'])
 
 
 @pytest.mark.parametrize('kwargs, found', [
@@ -130,19 +138,23 @@ def test_bugs_of_torchs_transformer_are_found(kwargs, found):
 def test_the_model_and_the_generator_are_left_as_they_were():
     model = ours(CONFIG).train()
     model.decoder.eval()
-    before, modes, state = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()], torch.get_rng_state()
+    before, modes, state = (copy.deepcopy(model.state_dict()), [m.training for m in model.modules()],
+                            torch.get_rng_state())
     hooks = sum(len(m._forward_hooks) for m in model.modules())
     check_transformer(model, steps=3)
     assert all(torch.equal(before[k], x) for k, x in model.state_dict().items())
     assert [m.training for m in model.modules()] == modes and torch.equal(torch.get_rng_state(), state)
-    assert all(q.grad is None for q in model.parameters()) and sum(len(m._forward_hooks) for m in model.modules()) == hooks
+    assert (all(q.grad is None for q in model.parameters())
+            and sum(len(m._forward_hooks) for m in model.modules()) == hooks)
 
 def test_errors_of_the_model_are_findings_and_unknown_names_are_not():
     report = check_transformer(Adapter(nn.Linear(2, 2), lambda m, src, tgt: m(src)))
     assert report.failed == ['runs'] and len(report.skipped) == len(QUESTIONS) - 1
     with pytest.raises(AssertionError, match='1 of .* do not hold'): report.raise_if_failed()
-    with pytest.raises(ValueError, match="'absolute', 'relative' or 'none'"): check_transformer(ours(CONFIG), positions='learned')
-    with pytest.raises(ValueError, match="no question is called .'futur'"): check_transformer(ours(CONFIG), only=['futur'])
+    with pytest.raises(ValueError, match="'absolute', 'relative' or 'none'"):
+        check_transformer(ours(CONFIG), positions='learned')
+    with pytest.raises(ValueError, match="no question is called .'futur'"):
+        check_transformer(ours(CONFIG), only=['futur'])
 
 def test_a_tuple_is_no_tensor_of_logits():
     report = check_transformer(Adapter(ours(CONFIG), lambda m, src, tgt: (m(src, tgt), None)))
@@ -155,7 +167,8 @@ def test_tiny_in_less_than_twenty_seconds():
     assert time.process_time() - began < 20
 
 def test_position_modules():
-    names = dict(pos_embed=nn.Embedding(3, 2), pe=nn.Identity(), positionwise_ffn=nn.Linear(2, 2), span=nn.Identity(), compose=nn.Identity())
+    names = dict(pos_embed=nn.Embedding(3, 2), pe=nn.Identity(), positionwise_ffn=nn.Linear(2, 2),
+                 span=nn.Identity(), compose=nn.Identity())
     assert list(position_modules(nn.ModuleDict(names))) == ['pos_embed', 'pe']
     assert list(position_modules(ours(CONFIG))) == ['src_positions', 'tgt_positions']
 
@@ -166,7 +179,8 @@ class OneHead(nn.MultiheadAttention):
     "torch's, with one head and nothing projected."
     def __init__(self):
         super().__init__(4, 1, bias=False, batch_first=True)
-        with torch.no_grad(): self.in_proj_weight.copy_(torch.eye(4).repeat(3, 1)), self.out_proj.weight.copy_(torch.eye(4))
+        with torch.no_grad():
+            self.in_proj_weight.copy_(torch.eye(4).repeat(3, 1)), self.out_proj.weight.copy_(torch.eye(4))
 
     def forward(self, query, key, value, mask):
         self.to(query.dtype)
@@ -198,15 +212,17 @@ def not_renormalised(q, k, v, mask):
     return w @ v, w
 
 @pytest.mark.parametrize('attend, failed', [
-    (wrong_axis, ['equation', 'mask', 'large scores']), (in_place, ['runs']), (very_negative, ['16 bits']), (unstable, ['hidden', 'large scores']),
-    (not_renormalised, ['mask'])], ids=lambda x: getattr(x, '__name__', None))
+    (wrong_axis, ['equation', 'mask', 'large scores']), (in_place, ['runs']), (very_negative, ['16 bits']),
+    (unstable, ['hidden', 'large scores']), (not_renormalised, ['mask'])],
+    ids=lambda x: getattr(x, '__name__', None))
 def test_attention_that_is_wrong(attend, failed):
     assert check_attention(attend).failed == failed
 
 def test_positions():
     check_positions(SinusoidalPositions(16, 64), 16, sinusoidal=True).raise_if_failed(skipped=True)
-    check_positions(lambda x: 4*x + torch.cat([sinusoids(50, 16)[:, ::2], sinusoids(50, 16)[:, 1::2]], 1)[:x.size(1)], 16,
-                    sinusoidal=True, kept=False).raise_if_failed()
+    check_positions(
+        lambda x: 4*x + torch.cat([sinusoids(50, 16)[:, ::2], sinusoids(50, 16)[:, 1::2]], 1)[:x.size(1)], 16,
+        sinusoidal=True, kept=False).raise_if_failed()
     check_positions(LearnedPositions(16, 64), 16).raise_if_failed()
     table = sinusoids(50, 16)
     assert check_positions(lambda x: x, 16).failed == ['distinct']
@@ -236,8 +252,11 @@ def test_label_smoothing_by_every_convention():
 def test_label_smoothing_that_is_wrong():
     ce = lambda z, y, **kw: F.cross_entropy(z, y, ignore_index=0, **kw)
     assert 'value' in check_label_smoothing(ce, pad=0).failed
-    assert check_label_smoothing(lambda z, y: ce(z, y, label_smoothing=0.1, reduction='sum')/len(y), pad=0).failed == ['padding']
-    assert check_label_smoothing(lambda z, y: -F.one_hot(y, z.size(1)).mul(0.9).add(0.1/z.size(1)).mul(z.softmax(-1).log()).sum(-1).mean()).failed
+    assert check_label_smoothing(
+        lambda z, y: ce(z, y, label_smoothing=0.1, reduction='sum')/len(y), pad=0).failed == ['padding']
+    assert check_label_smoothing(
+        lambda z, y: -F.one_hot(y, z.size(1)).mul(0.9).add(0.1/z.size(1))
+                      .mul(z.softmax(-1).log()).sum(-1).mean()).failed
     assert check_label_smoothing(lambda z, y: F.cross_entropy(z, y, label_smoothing=0.1), 0.2).failed == ['value']
 
 def test_schedules():
@@ -246,7 +265,8 @@ def test_schedules():
     check_schedule([rate(s + 1) for s in range(1000)], 100).raise_if_failed()
     check_schedule([rate(s) for s in range(1000)], 100).raise_if_failed()                  # counted from 0
     check_schedule(lambda s: 1e-3*min(s/100, (500 - s)/400), 100, falls=False).raise_if_failed()
-    assert 'peak' in check_schedule([rate(10*s) for s in range(1, 400)], 100).failed       # a step for each of ten small batches
+    # a step for each of ten small batches
+    assert 'peak' in check_schedule([rate(10*s) for s in range(1, 400)], 100).failed
     assert check_schedule(lambda s: min(1/s**-1, 100), 100).failed == ['fall']
     assert check_schedule(rate, 100, peak=1e-3).failed == ['height']
     assert check_schedule(lambda s: rate(s - 1) if s > 1 else 1/0, 100).failed == ['runs']
@@ -308,7 +328,8 @@ def test_vocabulary_average_accumulation():
 
 def test_questions_of_ones_own():
     def impossible(): raise Skip('hand in more')
-    report = ask('mine', {'a': ('holds', lambda: (True, 'tried')), 'b': ('cannot be tried', impossible), 'c': ('breaks', lambda: [][0])})
+    report = ask('mine', {'a': ('holds', lambda: (True, 'tried')), 'b': ('cannot be tried', impossible),
+                          'c': ('breaks', lambda: [][0])})
     assert (report.named(True), report.skipped, report.failed) == (['a'], ['b'], ['c'])
     assert 'IndexError' in report['c'].tried and 'hand in more' in repr(report)
 
@@ -321,4 +342,5 @@ def test_the_record_is_of_the_bugs_on_the_page(monkeypatch):
     assert all([run['seed'] for run in runs] == list(bugs.SEEDS) for runs in record['bugs'].values())
     for bug in 'used before assigned', 'source padding is read':
         run = bugs.run(names, bug, seed=0, steps=40)
-        assert len(run['losses']) == (0 if bug == 'used before assigned' else 2) and (run['written'] is None) == (not run['losses'])
+        assert (len(run['losses']) == (0 if bug == 'used before assigned' else 2)
+                and (run['written'] is None) == (not run['losses']))

@@ -1,4 +1,5 @@
-"The command line as its users meet it: what goes wrong is one line and exit code 2, and what was there stays as it was."
+"""The command line as its users meet it: what goes wrong is one line and exit code 2,
+and what was there stays as it was."""
 import hashlib, json, os, re, resource, signal, subprocess, sys, time
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,18 @@ from annotated_transformer.scoring import lowercased_tokenized, lowercased_token
 from annotated_transformer.transformer import Transformer
 from annotated_transformer.translator import Translator
 
-SMALL = '--max-steps 40 --save-every 20 --d-model 32 --d-ff 64 --n-layers 1 --vocab-size 300 --max-tokens 512 --max-len 40'.split()
+SMALL = ('--max-steps 40 --save-every 20 --d-model 32 --d-ff 64 --n-layers 1 '
+         '--vocab-size 300 --max-tokens 512 --max-len 40').split()
 COMMAND = [sys.executable, '-c', 'from annotated_transformer.cli import main; main()']
-PAIRS = [(f'the {noun} {verb}s .', f'{noun.upper()} {verb} t !') for noun in 'dog cat fox hen cow'.split() for verb in 'run eat sing'.split()] * 6
+PAIRS = [(f'the {noun} {verb}s .', f'{noun.upper()} {verb} t !')
+         for noun in 'dog cat fox hen cow'.split() for verb in 'run eat sing'.split()] * 6
 
 
 def write(folder, src, tgt):
     "Two parallel files, and the flags that name them."
     for name, lines in (('s.txt', src), ('t.txt', tgt)):
-        (folder / name).write_bytes(b''.join(line.encode() + b'\n' if isinstance(line, str) else line + b'\n' for line in lines))
+        (folder / name).write_bytes(b''.join(
+            line.encode() + b'\n' if isinstance(line, str) else line + b'\n' for line in lines))
     return ['--corpus', 'files', '--src', str(folder / 's.txt'), '--tgt', str(folder / 't.txt')]
 
 def start(args, out=subprocess.DEVNULL, **options):
@@ -29,7 +33,8 @@ def start(args, out=subprocess.DEVNULL, **options):
 
 def files_of(folder):
     "Every file below a folder with a hash of what it holds."
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(Path(folder).rglob('*')) if p.is_file()}
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+            for p in sorted(Path(folder).rglob('*')) if p.is_file()}
 
 @pytest.fixture
 def fails(capsys):
@@ -72,7 +77,8 @@ def test_tsv_with_one_column(fails, tmp_path):
     ('--corpus nope', ["'nope'", 'multi30k']),
     ('--corpus multi30k --pair en-xx', ["'xx'", 'de']),
     ('--preset nope', ["'nope'", 'tiny', 'base']),
-    ('--d-model 0', ['d_model=0']), ('--n-layers -2', ['n_layers=-2']), ('--d-model 30 --n-heads 4', ['30', 'n_heads=4']),
+    ('--d-model 0', ['d_model=0']), ('--n-layers -2', ['n_layers=-2']),
+    ('--d-model 30 --n-heads 4', ['30', 'n_heads=4']),
     ('--dropout 1.5', ['dropout=1.5']), ('--max-tokens 0', ['max_tokens=0']), ('--warmup -1', ['warmup=-1']),
     ('--vocab-size 3', ['vocab_size=3']), ('--max-minutes 0', ['max_minutes=0']), ('--norm none', ["'none'", 'post']),
     ('--d-model x', ['d-model']), ('--no-such-flag 1', ['no-such-flag']),
@@ -140,12 +146,16 @@ def test_a_file_becomes_a_file(fails, trained, tmp_path, capsys):
     assert len(lines) == 4 and lines[0].startswith('DOG') and lines[1] == lines[3] == ''
     assert '3/3' in capsys.readouterr().err                # the bar knows how many lines there are
     source.write_bytes(b'fine\n\xff\n')
-    with pytest.raises(SystemExit): main(['translate', '--model', str(trained), '--input', str(source), '--output', str(out), '--on-error', 'raise'])
+    with pytest.raises(SystemExit):
+        main(['translate', '--model', str(trained), '--input', str(source), '--output', str(out),
+              '--on-error', 'raise'])
     assert 'line 2: not UTF-8' in capsys.readouterr().err.splitlines()[-1]
-    assert out.read_text(encoding='utf-8').split('\n') == lines and sorted(p.name for p in tmp_path.iterdir()) == ['in.txt', 'out.txt']
+    assert (out.read_text(encoding='utf-8').split('\n') == lines
+            and sorted(p.name for p in tmp_path.iterdir()) == ['in.txt', 'out.txt'])
     assert 'not both' in fails('translate', '--model', trained, '--input', source, 'hello')
     assert 'absent.txt' in fails('translate', '--model', trained, '--input', tmp_path / 'absent.txt')
-    assert str(tmp_path / 'no/out.txt') in fails('translate', '--model', trained, '--input', source, '--output', tmp_path / 'no/out.txt')
+    assert str(tmp_path / 'no/out.txt') in fails(
+        'translate', '--model', trained, '--input', source, '--output', tmp_path / 'no/out.txt')
 
 def test_killed_while_writing_leaves_no_file(trained, tmp_path):
     (tmp_path / 'in.txt').write_text('the dog runs .\n' * 200_000)
@@ -156,26 +166,30 @@ def test_killed_while_writing_leaves_no_file(trained, tmp_path):
     assert run.returncode == 130 and [p.name for p in tmp_path.iterdir()] == ['in.txt']
 
 def test_every_decoding_setting_is_a_flag(trained, capsys, fails):
-    main(['translate', '--model', str(trained), '--n-best', '2', '--beam-size', '3', '--alpha', '1', '--length-offset', '0', '--min-len', '1',
-          '--no-repeat-ngram', '2', '--max-extra', '9', 'the dog runs .', ''])
+    main(['translate', '--model', str(trained), '--n-best', '2', '--beam-size', '3', '--alpha', '1',
+          '--length-offset', '0', '--min-len', '1', '--no-repeat-ngram', '2', '--max-extra', '9',
+          'the dog runs .', ''])
     rows = [line.split('\t') for line in capsys.readouterr().out.splitlines()]
     assert [row[0] for row in rows] == ['1', '1', '2'] and float(rows[0][1]) >= float(rows[1][1])
     assert 'n_best=5' in fails('translate', '--model', trained, '--n-best', '5', 'hello')
 
 def test_a_models_own_decoding_settings_are_the_defaults(trained, tmp_path, capsys, fails):
-    for name in ('config.json', 'model.safetensors', 'tokenizer.json'): (tmp_path / name).write_bytes((trained / name).read_bytes())
+    for name in ('config.json', 'model.safetensors', 'tokenizer.json'):
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
     about = json.loads((trained / 'training.json').read_text())
     (tmp_path / 'training.json').write_text(json.dumps(about | dict(decoding=dict(beam_size=1, alpha=1.5))))
     with pytest.raises(SystemExit): main(['translate', '--model', str(tmp_path), '--help'])
     said = re.sub(r'[│\s]+', ' ', capsys.readouterr().out)
-    assert re.search(r'--beam-size INT [^()]*\(default: 1\)', said) and re.search(r'--alpha FLOAT [^()]*\(default: 1.5\)', said)
+    assert (re.search(r'--beam-size INT [^()]*\(default: 1\)', said)
+            and re.search(r'--alpha FLOAT [^()]*\(default: 1.5\)', said))
     assert parse(['translate', '--model', str(tmp_path)]).decoding == DecodingConfig(beam_size=1, alpha=1.5)
     assert parse(['evaluate', f'--model={tmp_path}', '--alpha', '0']).decoding == DecodingConfig(beam_size=1, alpha=0.)
     (tmp_path / 'training.json').write_text(json.dumps(dict(decoding=dict(beam_size=0))))
     assert 'training.json: its "decoding"' in fails('translate', '--model', tmp_path, 'hello')
 
 KEPT = {'bleu', 'signature', 'chrf', 'chrf_signature', 'sentences', 'seconds'}
-ADDED = {'length_ratio', 'bleu_mean', 'bleu_half_width', 'bleu_interval_signature', 'lowercased_tokenized_bleu', 'lowercased_tokenized_signature',
+ADDED = {'length_ratio', 'bleu_mean', 'bleu_half_width', 'bleu_interval_signature',
+         'lowercased_tokenized_bleu', 'lowercased_tokenized_signature',
          'by_length', 'perplexity', 'sentences_per_second', 'tokens_per_second'}
 
 def test_evaluate_prints_one_json_object(trained, capsys, tmp_path):
@@ -186,7 +200,8 @@ def test_evaluate_prints_one_json_object(trained, capsys, tmp_path):
     assert len(lines) == result['sentences'] == sum(group['sentences'] for group in result['by_length'].values()) > 0
     translator, corpus = Translator.load(trained), load_corpus(parse(['evaluate', '--model', str(trained)]).corpus)
     src, tgt = zip(*corpus['test'])
-    assert result['bleu'] == score(lines, tgt).bleu and result['perplexity'] == pytest.approx(translator.perplexity(src, tgt))
+    assert (result['bleu'] == score(lines, tgt).bleu
+            and result['perplexity'] == pytest.approx(translator.perplexity(src, tgt)))
     written = sum(len(translator.tokenizer.encode(line)) + 1 for line in lines)
     assert result['tokens_per_second'] * result['seconds'] == pytest.approx(written, rel=0.2, abs=2)
     assert result['tokens_per_second'] / result['sentences_per_second'] == pytest.approx(written / len(lines), rel=0.05)
@@ -194,24 +209,33 @@ def test_evaluate_prints_one_json_object(trained, capsys, tmp_path):
 def test_evaluate_says_it_in_words_and_draws_it(trained, capsys, tmp_path, fails):
     main(['evaluate', '--model', str(trained), '--split', 'test', '--samples', '50', '--plot', str(tmp_path / 'a.svg')])
     said = capsys.readouterr().out
-    for words in ('files test: BLEU', 'bs:50', 'perplexity', 'target tokens a second', 'words of the reference', 'not to be compared with any'):
+    for words in ('files test: BLEU', 'bs:50', 'perplexity', 'target tokens a second',
+                  'words of the reference', 'not to be compared with any'):
         assert said.count(words) == 1, words
     assert '<svg' in (tmp_path / 'a.svg').read_text()
-    assert 'a.doc' in fails('evaluate', '--model', trained, '--plot', tmp_path / 'a.doc') and not (tmp_path / 'a.doc').exists()
+    assert ('a.doc' in fails('evaluate', '--model', trained, '--plot', tmp_path / 'a.doc')
+            and not (tmp_path / 'a.doc').exists())
     assert 'samples=3' in fails('evaluate', '--model', trained, '--samples', '3', '--json')
 
 def test_any_two_files_are_compared(fails, capsys, tmp_path):
-    references = [f'Der {a} {b} heute, und {c} nicht .' for a in ('Hund', 'Mann') for b in ('schläft', 'isst') for c in ('sie', 'er', 'es')] * 3
-    files = {'ours': [r if i % 3 else r.lower() for i, r in enumerate(references)], 'theirs': [r.replace('heute', '') for r in references],
-             'refs': references, 'cut': [r.replace('heute', 'jetzt') for r in lowercased_tokenized(references, 'de')], 'short': references[1:]}
+    references = [f'Der {a} {b} heute, und {c} nicht .'
+                  for a in ('Hund', 'Mann') for b in ('schläft', 'isst') for c in ('sie', 'er', 'es')] * 3
+    files = {'ours': [r if i % 3 else r.lower() for i, r in enumerate(references)],
+             'theirs': [r.replace('heute', '') for r in references], 'refs': references,
+             'cut': [r.replace('heute', 'jetzt') for r in lowercased_tokenized(references, 'de')],
+             'short': references[1:]}
     for name, lines in files.items(): (tmp_path / name).write_text('\n'.join(lines) + '\n', encoding='utf-8')
-    def flags(**names): return [str(x) for name, file in names.items() for x in ('--' + name.replace('_', '-'), tmp_path / file)]
+    def flags(**names):
+        return [str(x) for name, file in names.items()
+                for x in ('--' + name.replace('_', '-'), tmp_path / file)]
     both = flags(translations='ours', references='refs')
     main(['evaluate', *both, *flags(against='theirs', tokenized_references='cut', plot='p.png'), '--json'])
     found = json.loads(capsys.readouterr().out)
     assert found == report(files['ours'], references, 'de', against=files['theirs'], tokenized_references=files['cut'])
-    assert found['lowercased_tokenized_bleu'] == lowercased_tokenized_bleu(files['ours'], files['cut'], 'de', tokenized=True)[0] < found['bleu']
-    assert report(files['ours'], references, 'de', 0)['lowercased_tokenized_bleu'] == pytest.approx(100) and found['p_value'] <= 1
+    assert (found['lowercased_tokenized_bleu']
+            == lowercased_tokenized_bleu(files['ours'], files['cut'], 'de', tokenized=True)[0] < found['bleu'])
+    assert (report(files['ours'], references, 'de', 0)['lowercased_tokenized_bleu'] == pytest.approx(100)
+            and found['p_value'] <= 1)
     assert (tmp_path / 'p.png').read_bytes().startswith(b'\x89PNG')
     main(['evaluate', *both, '--samples', '0', *flags(against='theirs')])
     assert 'the other system: BLEU' in (said := capsys.readouterr().out) and 'p =' not in said
@@ -224,12 +248,15 @@ def test_toy_results_are_told_by_phenomenon(trained, tmp_path, capsys):
     translator = Translator.load(trained)
     translator.save(tmp_path)                              # its training.json does not say which corpus it is from
     (tmp_path / 'training.json').write_text('{}')
-    main(['evaluate', '--model', str(tmp_path), '--split', 'val', '--json', '--beam-size', '1', '--max-extra', '1', '--samples', '0'])
+    main(['evaluate', '--model', str(tmp_path), '--split', 'val', '--json',
+          '--beam-size', '1', '--max-extra', '1', '--samples', '0'])
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == (KEPT | ADDED | {'by_phenomenon'}) - {'bleu_mean', 'bleu_half_width', 'bleu_interval_signature'}
+    assert found.keys() == ((KEPT | ADDED | {'by_phenomenon'})
+                            - {'bleu_mean', 'bleu_half_width', 'bleu_interval_signature'})
     assert len(found['by_phenomenon']) > 8 and found['sentences'] == 500
 
-@pytest.mark.parametrize('command', ['train', 'evaluate', 'average', 'translate', 'attention', 'import-marian', 'export', 'demo'])
+@pytest.mark.parametrize('command', ['train', 'evaluate', 'average', 'translate',
+                                     'attention', 'import-marian', 'export', 'demo'])
 def test_every_flag_has_help(command, capsys):
     with pytest.raises(SystemExit) as stop: main([command, '--help'])
     said = capsys.readouterr().out
@@ -248,15 +275,19 @@ def test_to_another_program_and_back(trained, tmp_path, capsys, fails):
     torch.manual_seed(0)
     marian = Translator(Transformer(replace(own.model.config, norm='post')), own.tokenizer)     # as Marian has it
     marian.save(tmp_path / 'own')
-    main(['export', str(tmp_path / 'own'), '--to', 'ctranslate2', '--out', str(tmp_path / 'ct2'), '--quantization', 'int8'])
+    main(['export', str(tmp_path / 'own'), '--to', 'ctranslate2', '--out', str(tmp_path / 'ct2'),
+          '--quantization', 'int8'])
     assert str(tmp_path / 'ct2') in capsys.readouterr().out and (tmp_path / 'ct2/model.bin').is_file()
     main(['export', str(tmp_path / 'own'), '--to', 'marian', '--out', str(tmp_path / 'marian')])
     assert str(tmp_path / 'marian') in capsys.readouterr().out and (tmp_path / 'marian/config.json').is_file()
-    assert 'float32' in fails('export', tmp_path / 'own', '--to', 'marian', '--out', tmp_path / 'x', '--quantization', 'int8')
-    assert 'nothing' in fails('import-marian', tmp_path / 'nothing', '--out', tmp_path / 'y') and not (tmp_path / 'y').exists()
+    assert 'float32' in fails('export', tmp_path / 'own', '--to', 'marian', '--out', tmp_path / 'x',
+                              '--quantization', 'int8')
+    assert ('nothing' in fails('import-marian', tmp_path / 'nothing', '--out', tmp_path / 'y')
+            and not (tmp_path / 'y').exists())
 
 def test_other_settings_are_refused_and_nothing_changes(fails, trained):
-    flags = ['--corpus', 'files', '--src', trained.parent / 's.txt', '--tgt', trained.parent / 't.txt', '--out', trained, *SMALL]
+    flags = ['--corpus', 'files', '--src', trained.parent / 's.txt', '--tgt', trained.parent / 't.txt',
+             '--out', trained, *SMALL]
     before = files_of(trained)
     said = fails('train', *flags, '--warmup', '9')
     assert 'warmup' in said and '9 here' in said and '--overwrite' in said

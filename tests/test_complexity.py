@@ -4,17 +4,21 @@ from torch import nn
 from torch.testing import assert_close
 
 from annotated_transformer.attention import MultiHeadAttention, attention
-from annotated_transformer.complexity import (LocalAttention, count_operations, fitted_exponent, held_bytes, layer_functions, local_attention,
-                                              local_mask, longest_chain, path_length, reached, walk)
+from annotated_transformer.complexity import (
+    LocalAttention, count_operations, fitted_exponent, held_bytes, layer_functions, local_attention,
+    local_mask, longest_chain, path_length, reached, walk)
 
 @pytest.mark.parametrize('n, r', [(1, 1), (1, 5), (2, 3), (9, 3), (9, 9), (9, 25), (40, 11)])
 def test_restricted_attention_and_its_gradients_are_those_under_the_mask(n, r):
     torch.manual_seed(n * r)
-    ours, theirs = ([x.clone().requires_grad_() for x in same] for same in [torch.randn(3, 2, 3, n, 5).double().unbind(0)]*2)
+    ours, theirs = ([x.clone().requires_grad_() for x in same]
+                    for same in [torch.randn(3, 2, 3, n, 5).double().unbind(0)]*2)
     found, expected = local_attention(*ours, r), attention(*theirs, local_mask(n, r))[0]
     assert_close(found, expected)
     direction = torch.randn_like(found)
-    for a, b in zip(torch.autograd.grad(found, ours, direction), torch.autograd.grad(expected, theirs, direction)): assert_close(a, b)
+    for a, b in zip(torch.autograd.grad(found, ours, direction),
+                    torch.autograd.grad(expected, theirs, direction)):
+        assert_close(a, b)
 
 def test_restricted_attention_beside_a_loop():
     torch.manual_seed(0)
@@ -28,13 +32,15 @@ def test_restricted_attention_costs_what_table_1_says():
     def operations(n, r):
         q = torch.randn(1, 2, n, 8)
         return count_operations(lambda: local_attention(q, q, q, r))
-    assert operations(64, 5) == 2 * operations(32, 5) == 64 * 6 * 2 * 8 * 4 # three blocks of two keys, two products, two heads, two operations
+    # three blocks of two keys, two products, two heads, two operations
+    assert operations(64, 5) == 2 * operations(32, 5) == 64 * 6 * 2 * 8 * 4
     assert operations(32, 17) == 4 * operations(32, 5)
 
 def test_memory_of_restricted_attention_is_a_straight_line():
     def held(n):
         q = torch.randn(1, 2, n, 8, requires_grad=True)
-        return held_bytes(lambda: local_attention(q, q, q, 5)), held_bytes(lambda: attention(q, q, q, local_mask(n, 5))[0])
+        return (held_bytes(lambda: local_attention(q, q, q, 5)),
+                held_bytes(lambda: attention(q, q, q, local_mask(n, 5))[0]))
     (few, few_masked), (many, many_masked) = held(64), held(256)
     assert many < 4.5 * few and many_masked > 10 * few_masked
 
@@ -52,7 +58,8 @@ def test_the_walk_is_torchs_lstm_gradients_too():
 
 def test_the_counter_sees_through_fused_kernels():
     counts = {name: count_operations(f) for name, f in layer_functions(20, 8, 3, 3, n_heads=2).items()}
-    assert counts == {'self-attention': 4*20*20*8, 'recurrent': 16*20*64, 'convolutional': 2*3*20*64, 'self-attention, restricted': 4*3*20*8}
+    assert counts == {'self-attention': 4*20*20*8, 'recurrent': 16*20*64,
+                      'convolutional': 2*3*20*64, 'self-attention, restricted': 4*3*20*8}
 
 def test_chains_and_paths():
     x = torch.randn(1, 5, 4).double()

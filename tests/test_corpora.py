@@ -16,13 +16,15 @@ from pathlib import Path
 import pytest
 
 from annotated_transformer import corpora
-from annotated_transformer.corpora import (CORPORA, MULTI30K_LINES, SHA256, CorpusConfig, Seen, Stream, clean, download, hold_out,
-                                           hold_out_lowest, load_corpus, read_lines, read_tsv)
+from annotated_transformer.corpora import (
+    CORPORA, MULTI30K_LINES, SHA256, CorpusConfig, Seen, Stream, clean, download, hold_out,
+    hold_out_lowest, load_corpus, read_lines, read_tsv)
 from annotated_transformer.toy_languages import checksum, toy_ende
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get('ANNOTATED_TRANSFORMER_MULTI30K') or ROOT.parent/'shared/data/multi30k')
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason='no Multi30k: set ANNOTATED_TRANSFORMER_MULTI30K to its folder')
+needs_data = pytest.mark.skipif(
+    not DATA.is_dir(), reason='no Multi30k: set ANNOTATED_TRANSFORMER_MULTI30K to its folder')
 
 
 def write(path, data):
@@ -32,18 +34,23 @@ def write(path, data):
 
 # --- bad text
 
-BAD = {'empty': (b'', 'is empty'), 'blank': (b'\n\n  \n', 'is empty'), 'latin-1': (b'ein\nf\xfcnf\n', 'line 2: not UTF-8'),
-       'nul': (b'ein\nzwei\nd\0rei\n', 'line 3: a NUL'), 'bare return': (b'ein\nzw\rei\n', 'line 2: a carriage return'),
-       'old mac': (b'ein\rzwei\r', 'line 1: a carriage return'), 'surrogate': (b'ein\n\xed\xa0\x80\n', 'line 2: not UTF-8'),
+BAD = {'empty': (b'', 'is empty'), 'blank': (b'\n\n  \n', 'is empty'),
+       'latin-1': (b'ein\nf\xfcnf\n', 'line 2: not UTF-8'),
+       'nul': (b'ein\nzwei\nd\0rei\n', 'line 3: a NUL'),
+       'bare return': (b'ein\nzw\rei\n', 'line 2: a carriage return'),
+       'old mac': (b'ein\rzwei\r', 'line 1: a carriage return'),
+       'surrogate': (b'ein\n\xed\xa0\x80\n', 'line 2: not UTF-8'),
        'utf-16': ('ein\nzwei\n'.encode('utf-16'), 'line 1')}
 
-@pytest.mark.parametrize('data, said', [v for k, v in BAD.items() if k != 'blank'], ids=[k for k in BAD if k != 'blank'])
+@pytest.mark.parametrize('data, said', [v for k, v in BAD.items() if k != 'blank'],
+                         ids=[k for k in BAD if k != 'blank'])
 @pytest.mark.parametrize('gz', [False, True])
 def test_bad_files_are_named_in_streams_too(data, said, gz, tmp_path):
     path = write(tmp_path/('bad.de.gz' if gz else 'bad.de'), gzip.compress(data) if gz else data)
     good = write(tmp_path/'good.en', 'one\ntwo\n')
     for options in (dict(src=good, tgt=path), dict(src=path, tgt=good)):
-        with pytest.raises(ValueError, match=r'bad\.de.*' + said): list(load_corpus('files', on_disk=True, **options)['train'])
+        with pytest.raises(ValueError, match=r'bad\.de.*' + said):
+            list(load_corpus('files', on_disk=True, **options)['train'])
 
 
 @pytest.mark.parametrize('data, said', BAD.values(), ids=BAD)
@@ -51,7 +58,8 @@ def test_bad_files_are_named_in_streams_too(data, said, gz, tmp_path):
 def test_bad_files_are_named(data, said, gz, tmp_path):
     path = write(tmp_path/('bad.de.gz' if gz else 'bad.de'), gzip.compress(data) if gz else data)
     good = write(tmp_path/'good.en', 'one\ntwo\n')
-    for options in (dict(src=good, tgt=path), dict(src=path, tgt=good), dict(src=good, tgt=good, val_src=good, val_tgt=path)):
+    for options in (dict(src=good, tgt=path), dict(src=path, tgt=good),
+                    dict(src=good, tgt=good, val_src=good, val_tgt=path)):
         corpus = load_corpus('files', **options)
         with pytest.raises(ValueError, match=r'bad\.de.*' + said) as caught: corpus['val']
         assert '\n' not in str(caught.value)
@@ -72,7 +80,8 @@ def test_unequal_lengths(tmp_path):
     with pytest.raises(ValueError, match=r'a\.en has 4 lines, .*a\.de has 3; they part at line 2'):
         load_corpus('files', src=src, tgt=tgt)['train']
     write(src, 'one\ntwo\nthree\nfour\n')
-    with pytest.raises(ValueError, match=r'a\.en has 4 lines, .*a\.de has 3$'): load_corpus('files', src=src, tgt=tgt)['train']
+    with pytest.raises(ValueError, match=r'a\.en has 4 lines, .*a\.de has 3$'):
+        load_corpus('files', src=src, tgt=tgt)['train']
 
 
 @pytest.mark.parametrize('data, line', [('a\tb\nc\n', 2), ('a b\n', 1), ('a\tb\n\n\nc;d\n', 4)])
@@ -84,7 +93,8 @@ def test_columns_beyond_the_second(tmp_path):
     def read(text): return read_tsv(write(tmp_path/'x.tsv', text))
     assert read('a\tb\r\nc\td\r\n') == read('a\tb\tCC\nc\td\tBY\t2\n') == [('a', 'b'), ('c', 'd')]
     assert read('1\ta\t2\tb\n3\tc\t4\td\n') == [('a', 'b'), ('c', 'd')]
-    assert read('1\ta\t2\tb\nthree\tc\t4\td\n') == [('1', 'a'), ('three', 'c')]      # numbers in every row, or they are text
+    # numbers in every row, or they are text
+    assert read('1\ta\t2\tb\nthree\tc\t4\td\n') == [('1', 'a'), ('three', 'c')]
     assert read('"a"\t"b\n') == [('"a"', '"b')]                                      # quotes are text outside of Anki
     assert read('#1\tnumber one\n') == [('#1', 'number one')]
 
@@ -101,9 +111,11 @@ def test_blank_sides_are_left_out_of_training_alone(tmp_path):
 
 
 def test_missing_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match='none.en'): load_corpus('files', src=tmp_path/'none.en', tgt=tmp_path/'x')['train']
+    with pytest.raises(FileNotFoundError, match='none.en'):
+        load_corpus('files', src=tmp_path/'none.en', tgt=tmp_path/'x')['train']
     with pytest.raises(FileNotFoundError, match='none.tsv'): load_corpus('tsv', tsv=tmp_path/'none.tsv')['val']
-    with pytest.raises(FileNotFoundError, match='neither val.en.gz nor val.en'): load_corpus('multi30k', data_dir=tmp_path)['val']
+    with pytest.raises(FileNotFoundError, match='neither val.en.gz nor val.en'):
+        load_corpus('multi30k', data_dir=tmp_path)['val']
 
 
 # --- names
@@ -111,10 +123,12 @@ def test_missing_files(tmp_path):
 @pytest.mark.parametrize('options, said', [
     (dict(corpus='wmt'), 'known are ' + ', '.join(CORPORA)), (dict(pair='ende'), "such as 'en-de'"),
     (dict(pair='en-de-fr'), "such as 'en-de'"), (dict(pair='-de'), "such as 'en-de'"), (dict(held_out=-1), 'positive'),
-    (dict(src='a'), 'src is given'), (dict(corpus='multi30k', tsv='a'), 'tsv is given'), (dict(corpus='tsv'), 'needs tsv'),
-    (dict(corpus='files'), 'needs src and tgt'), (dict(corpus='files', tgt='a'), 'src and tgt go together'),
-    (dict(corpus='files', src='a', tgt='b', val_tgt='c'), 'val_src and val_tgt go together'), (dict(max_words=0), 'max_words must be'),
-    (dict(max_ratio=0.9), 'max_ratio must be'), (dict(on_disk=True), 'on_disk is for'), (dict(corpus='files', on_disk=True), 'needs src'),
+    (dict(src='a'), 'src is given'), (dict(corpus='multi30k', tsv='a'), 'tsv is given'),
+    (dict(corpus='tsv'), 'needs tsv'), (dict(corpus='files'), 'needs src and tgt'),
+    (dict(corpus='files', tgt='a'), 'src and tgt go together'),
+    (dict(corpus='files', src='a', tgt='b', val_tgt='c'), 'val_src and val_tgt go together'),
+    (dict(max_words=0), 'max_words must be'), (dict(max_ratio=0.9), 'max_ratio must be'),
+    (dict(on_disk=True), 'on_disk is for'), (dict(corpus='files', on_disk=True), 'needs src'),
     (dict(corpus='wmt14', tsv='a'), 'tsv is given')])
 def test_settings_that_cannot_be(options, said):
     with pytest.raises(ValueError, match=said): CorpusConfig(**options)
@@ -128,12 +142,15 @@ def test_unknown_languages(corpus, pair, said):
 
 
 def test_unknown_split():
-    with pytest.raises(ValueError, match="no split 'test': known are train, val, test_2016_flickr"): load_corpus('multi30k')['test']
-    with pytest.raises(ValueError, match='known are train, val, test, test_long, test_combinations'): load_corpus('toy-ende')['dev']
+    with pytest.raises(ValueError, match="no split 'test': known are train, val, test_2016_flickr"):
+        load_corpus('multi30k')['test']
+    with pytest.raises(ValueError, match='known are train, val, test, test_long, test_combinations'):
+        load_corpus('toy-ende')['dev']
 
 
 def test_settings_survive_json():
-    for config in (CorpusConfig(), CorpusConfig('multi30k', 'fr-de', data_dir='x'), CorpusConfig('files', src='a', tgt=Path('b'))):
+    for config in (CorpusConfig(), CorpusConfig('multi30k', 'fr-de', data_dir='x'),
+                   CorpusConfig('files', src='a', tgt=Path('b'))):
         assert CorpusConfig(**json.loads(json.dumps(asdict(config), default=str))) == config
 
 
@@ -182,7 +199,8 @@ def random_dirt(seed, n=3000):
     return [(side(), side()) for _ in range(n)]
 
 
-@pytest.mark.parametrize('limits', [{}, dict(max_words=4), dict(max_ratio=1.5), dict(unique=True), dict(max_words=5, max_ratio=2., unique=True)])
+@pytest.mark.parametrize('limits', [{}, dict(max_words=4), dict(max_ratio=1.5), dict(unique=True),
+                                    dict(max_words=5, max_ratio=2., unique=True)])
 @pytest.mark.parametrize('chunks', [1, 7])
 def test_clean_against_the_plain_way(limits, chunks, monkeypatch):
     pairs, dropped, before, expected = random_dirt(1)*chunks, {}, set(), []
@@ -207,7 +225,8 @@ def test_counts_are_of_the_last_reading(tmp_path):
     assert len(list(corpus['train'])) == n and corpus.dropped == counts == corpus['train'].dropped
     assert n + len(corpus['val']) + len(corpus['test']) + sum(counts.values()) == 3000
     plain = load_corpus('tsv', tsv=table, unique=True, max_words=3)
-    assert len(plain['train']) + len(plain['val']) + len(plain['test']) + sum(counts.values()) == 3000 and plain.dropped == counts
+    assert (len(plain['train']) + len(plain['val']) + len(plain['test']) + sum(counts.values()) == 3000
+            and plain.dropped == counts)
 
 
 def test_what_was_seen_costs_eight_bytes():
@@ -249,9 +268,11 @@ def test_streams_and_lists_read_the_same(tmp_path):
     for options in (dict(corpus='files', src=src, tgt=tgt), dict(corpus='tsv', tsv=table)):
         large, small = (load_corpus(CorpusConfig(**options, on_disk=on_disk, held_out=20)) for on_disk in (True, False))
         assert isinstance(large['train'], Stream) and isinstance(small['train'], list)
-        for corpus in (large, small): assert sorted([*corpus['train'], *corpus['val'], *corpus['test']]) == sorted(pairs)
+        for corpus in (large, small):
+            assert sorted([*corpus['train'], *corpus['val'], *corpus['test']]) == sorted(pairs)
         assert [len(large[part]) for part in ('val', 'test')] == [20, 20]
-    with pytest.raises(ValueError, match='too few pairs'): load_corpus('tsv', tsv=write(tmp_path/'b.tsv', 'a\tb\n'), on_disk=True)['val']
+    with pytest.raises(ValueError, match='too few pairs'):
+        load_corpus('tsv', tsv=write(tmp_path/'b.tsv', 'a\tb\n'), on_disk=True)['val']
     only = load_corpus('files', test_src=src, test_tgt=tgt, on_disk=True)
     assert tuple(only.splits) == ('test',) and only['test'] == pairs
 
@@ -267,7 +288,8 @@ def test_streams_of_unequal_length(lines, tmp_path):
 def test_a_cut_gzip_file_is_found_at_its_end(tmp_path):
     data = gzip.compress(b''.join(b'%d\teins\n' % i for i in range(5000)))
     for cut in (data[:-5], data[:len(data)//2], data[:-8] + b'\0'*8):
-        with pytest.raises(ValueError, match='no whole gzip file'): list(load_corpus('tsv', tsv=write(tmp_path/'a.tsv.gz', cut), on_disk=True)['train'])
+        with pytest.raises(ValueError, match='no whole gzip file'):
+            list(load_corpus('tsv', tsv=write(tmp_path/'a.tsv.gz', cut), on_disk=True)['train'])
 
 
 @pytest.mark.parametrize('kind', ['parquet', 'jsonl'])
@@ -277,15 +299,18 @@ def test_wmt14_from_a_folder(kind, nested, tmp_path):
     folder = tmp_path/'de-en' if nested else tmp_path
     folder.mkdir(exist_ok=True)
     pairs = [(f'line {i}', f'Zeile {i}') for i in range(2500)]
-    for name, part in (('train-00000-of-00002', pairs[:2000]), ('train-00001-of-00002', pairs[2000:]), ('validation-00000-of-00001', pairs[:7]), ('test', pairs[7:9])):
+    for name, part in (('train-00000-of-00002', pairs[:2000]), ('train-00001-of-00002', pairs[2000:]),
+                       ('validation-00000-of-00001', pairs[:7]), ('test', pairs[7:9])):
         rows = datasets.Dataset.from_list([{'translation': {'de': de, 'en': en}} for en, de in part])
         rows.to_parquet(folder/f'{name}.parquet') if kind == 'parquet' else rows.to_json(folder/f'{name}.jsonl')
     corpus = load_corpus('wmt14', data_dir=tmp_path)
-    assert list(corpus['train']) == list(corpus['train']) == pairs and corpus['val'] == pairs[:7] and corpus['test'] == pairs[7:9]
+    assert (list(corpus['train']) == list(corpus['train']) == pairs
+            and corpus['val'] == pairs[:7] and corpus['test'] == pairs[7:9])
     assert load_corpus('wmt14', pair='de-en', data_dir=tmp_path)['test'] == [(de, en) for en, de in pairs[7:9]]
     with pytest.raises(ValueError, match='English on one side'): load_corpus('wmt14', pair='de-fr', data_dir=tmp_path)
     with pytest.raises(ValueError, match="no language 'es'"): load_corpus('wmt14', pair='en-es', data_dir=tmp_path)
-    with pytest.raises(FileNotFoundError, match='neither test'): load_corpus('wmt14', data_dir=tmp_path/'elsewhere')['test']
+    with pytest.raises(FileNotFoundError, match='neither test'):
+        load_corpus('wmt14', data_dir=tmp_path/'elsewhere')['test']
 
 
 # --- downloads
@@ -296,7 +321,8 @@ FILES = {f'val.{lang}.gz': gzip.compress(text) for lang, text in LINES.items()}
 
 @pytest.fixture
 def net(monkeypatch, tmp_path):
-    "Multi30k's mirrors and sums, replaced by a server of ours; `net.does[k]` says what mirror k does with each request."
+    """Multi30k's mirrors and sums, replaced by a server of ours;
+    `net.does[k]` says what mirror k does with each request."""
     class Net:
         does, asked = {'first': [], 'second': []}, []
 
@@ -311,7 +337,8 @@ def net(monkeypatch, tmp_path):
             self.send_response(200)
             if does != 'truncate, unannounced': self.send_header('Content-Length', str(len(data)))
             self.end_headers()
-            self.wfile.write(data[:-9] if 'truncate' in does else b'<html>sign in</html>'.ljust(len(data)) if does == 'corrupt' else data)
+            self.wfile.write(data[:-9] if 'truncate' in does
+                             else b'<html>sign in</html>'.ljust(len(data)) if does == 'corrupt' else data)
         def log_message(self, *_): pass
 
     server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
@@ -346,14 +373,18 @@ def test_retry_then_another_mirror(net, trouble):
     net.asked.clear()
     net.does['first'] = [trouble]*4
     assert load_corpus('multi30k')['val']
-    assert [(mirror, does) for mirror, _, does in net.asked] == [('first', trouble)]*2 + [('second', 'serve')] + [('first', trouble)]*2 + [('second', 'serve')]
+    assert ([(mirror, does) for mirror, _, does in net.asked]
+            == [('first', trouble)]*2 + [('second', 'serve')] + [('first', trouble)]*2 + [('second', 'serve')])
 
 
-@pytest.mark.parametrize('trouble, said', [('404', 'HTTP Error 404'), ('truncate', 'bytes came'), ('hang up', ''),
-    ('corrupt', f'val.en.gz is corrupted: its SHA-256 is [0-9a-f]{{64}}, expected {hashlib.sha256(FILES["val.en.gz"]).hexdigest()}')])
+@pytest.mark.parametrize('trouble, said', [
+    ('404', 'HTTP Error 404'), ('truncate', 'bytes came'), ('hang up', ''),
+    ('corrupt', 'val.en.gz is corrupted: its SHA-256 is [0-9a-f]{64}, '
+                f'expected {hashlib.sha256(FILES["val.en.gz"]).hexdigest()}')])
 def test_nothing_is_left_of_a_failed_download(net, trouble, said):
     net.does = {'first': [trouble]*9, 'second': [trouble]*9}
-    with pytest.raises(OSError, match=f'could not download val.en.gz: .*{said}.*--data-dir') as caught: load_corpus('multi30k')['val']
+    with pytest.raises(OSError, match=f'could not download val.en.gz: .*{said}.*--data-dir') as caught:
+        load_corpus('multi30k')['val']
     assert '\n' not in str(caught.value) and len(net.asked) == 4
     assert net.cached() == []
 
@@ -391,7 +422,8 @@ def test_counted_and_summed(net, tmp_path):
     with pytest.raises(ValueError, match=r'val\.en\.gz is corrupted'): load_corpus('multi30k', data_dir=tmp_path)['val']
     (tmp_path/'val.en.gz').unlink()
     write(tmp_path/'val.en', LINES['en'] + b'One more.\n')
-    with pytest.raises(ValueError, match=r'val\.en has 3 lines; val of Multi30k has 2'): load_corpus('multi30k', data_dir=tmp_path)['val']
+    with pytest.raises(ValueError, match=r'val\.en has 3 lines; val of Multi30k has 2'):
+        load_corpus('multi30k', data_dir=tmp_path)['val']
     write(tmp_path/'val.en', LINES['en'])
     assert len(load_corpus('multi30k', data_dir=tmp_path)['val']) == 2
     assert not net.asked
@@ -407,7 +439,8 @@ def test_multi30k():
     corpus, back = (load_corpus('multi30k', pair=pair, data_dir=DATA) for pair in ('en-de', 'de-en'))
     assert len(corpus['train']) == 29_000 and len(corpus['test_2017_mscoco']) == 461
     assert corpus['train'] == [(src, tgt) for tgt, src in back['train']]
-    assert corpus['train'][0][0].startswith('Two young, White males') and corpus['train'][0][1].startswith('Zwei junge weiße Männer')
+    assert (corpus['train'][0][0].startswith('Two young, White males')
+            and corpus['train'][0][1].startswith('Zwei junge weiße Männer'))
 
 
 @needs_data

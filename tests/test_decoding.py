@@ -11,16 +11,19 @@ import torch
 from annotated_transformer import decoding
 from annotated_transformer.attention import record_attention
 from annotated_transformer.batches import collate, pad_rows
-from annotated_transformer.decoding import (BLOCK, LITTLE, Beams, DecodingConfig, Endings, State, TreeState, beam_search, best_continuations,
-                                            decoding_state, greedy, length_limits, length_penalty, next_logits, sample,
-                                            sampling_distribution, score_translations, threads_for, who_stays)
+from annotated_transformer.decoding import (
+    BLOCK, LITTLE, Beams, DecodingConfig, Endings, State, TreeState, beam_search, best_continuations,
+    decoding_state, greedy, length_limits, length_penalty, next_logits, sample,
+    sampling_distribution, score_translations, threads_for, who_stays)
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.vocabulary import BOS, EOS, PAD
 
 V = 11
 KINDS = [dict(norm=norm, positions=positions, tied=tied) for norm, positions, tied in     # each pair of settings once
-         (('post', 'sinusoidal', True), ('post', 'learned', False), ('pre', 'sinusoidal', False), ('pre', 'learned', True),
-          ('post', 'alibi', True), ('pre', 'alibi', False), ('post', 'rotary', False), ('pre', 'rotary', True))]
+         (('post', 'sinusoidal', True), ('post', 'learned', False),
+          ('pre', 'sinusoidal', False), ('pre', 'learned', True),
+          ('post', 'alibi', True), ('pre', 'alibi', False),
+          ('post', 'rotary', False), ('pre', 'rotary', True))]
 KINDS += [dict(n_layers=1, n_heads=1), dict(n_layers=3, d_model=12, n_heads=3, d_ff=5), dict(d_k=3, d_v=5),
           dict(d_k=6, d_v=2, positions='rotary'), dict(activation='gelu', output_bias=True)]
 STATES = [State, TreeState]
@@ -50,7 +53,8 @@ def trained(seed, steps, **kind):
 def make(seed=0, steps=40, dtype=torch.float64, **kind): return copy.deepcopy(trained(seed, steps, **kind)).to(dtype)
 
 
-def last_norm(model): return model.decoder.norm if model.config.norm == 'pre' else model.decoder.layers[-1].add_norms[-1].norm
+def last_norm(model):
+    return model.decoder.norm if model.config.norm == 'pre' else model.decoder.layers[-1].add_norms[-1].norm
 
 
 def sources(n=7, seed=1):
@@ -95,7 +99,8 @@ def plain_greedy(model, src, limit, config=DecodingConfig(), prefix=()):
 
 
 def plain_beam(model, src, config, limit, prefix=()):
-    "The definition: one sentence, everything computed anew and sorted, no end before the limit (or before `patience` says)."
+    """The definition: one sentence, everything computed anew and sorted,
+    no end before the limit (or before `patience` says)."""
     c, live, ended, length = config, [(0., [])], [], 0
     def penalty(n): return ((c.length_offset + n) / (c.length_offset + 1)) ** c.alpha
     enough = max(c.n_best, round(c.patience * c.beam_size)) if c.patience else math.inf
@@ -107,7 +112,8 @@ def plain_beam(model, src, config, limit, prefix=()):
         ended += [(p / penalty(length), ids[:-1], p) for p, ids in best[:c.beam_size] if ids[-1] == EOS]
         live = [(p, ids) for p, ids in best if ids[-1] != EOS][:c.beam_size]
     found = sorted(ended, reverse=True)[:c.n_best]
-    return found + ([(p / penalty(length), ids, p) for p, ids in live[:c.n_best - len(found)]] if len(ended) < enough else [])
+    return found + ([(p / penalty(length), ids, p) for p, ids in live[:c.n_best - len(found)]]
+                    if len(ended) < enough else [])
 
 
 def same(found, expected):
@@ -141,7 +147,8 @@ def test_greedy_is_the_likeliest_token_again_and_again(kind):
 @pytest.mark.parametrize('kind', KINDS, ids=name)
 def test_beam_search_is_its_definition(kind):
     model, src = make(**kind), sources(4)
-    for config in (DecodingConfig(3, n_best=2, max_extra=2), DecodingConfig(2, alpha=1., length_offset=0., patience=1., max_extra=2)):
+    for config in (DecodingConfig(3, n_best=2, max_extra=2),
+                   DecodingConfig(2, alpha=1., length_offset=0., patience=1., max_extra=2)):
         for i, found in enumerate(beam_search(model, src, config)):
             same(found, plain_beam(model, alone(src, i), config, limit_of(alone(src, i), 2, model)))
 
@@ -165,14 +172,16 @@ def test_when_nothing_is_allowed_any_more():
     model, src = make(0, 20, vocab_size=7), torch.tensor([[4, 5, EOS], [6, EOS, PAD]])
     for found in beam_search(model, src, min_len=9, no_repeat_ngram=1, n_best=4):
         assert len(found) == 4 and all(sorted(h.ids) == [3, 4, 5, 6] for h in found)
-    assert all(sorted(h.ids) == [3, 4, 5, 6] and math.isfinite(h.log_prob) for h in greedy(model, src, min_len=9, no_repeat_ngram=1))
+    assert all(sorted(h.ids) == [3, 4, 5, 6] and math.isfinite(h.log_prob)
+               for h in greedy(model, src, min_len=9, no_repeat_ngram=1))
 
 
 # --- exactness
 
 @pytest.mark.parametrize('kind', KINDS, ids=name)
 def test_both_states_remember_what_would_be_computed_anew(kind):
-    "At random moves: hypotheses go on several times or not at all, change places, become more and fewer; sentences leave."
+    """At random moves: hypotheses go on several times or not at all, change places, become more and fewer;
+    sentences leave."""
     model, src = make(**kind), sources(4)
     for make_state in STATES:
         state, rng = make_state(model, src), torch.Generator().manual_seed(0)
@@ -191,16 +200,20 @@ def test_both_states_remember_what_would_be_computed_anew(kind):
                 state.keep(going)
                 lines, history, parents = [lines[i] for i in going], [history[i] for i in going], parents[going]
             last = torch.randint(3, V, parents.shape, generator=rng)
-            history = [[old[i] + [t] for i, t in zip(*pair)] for old, *pair in zip(history, parents.tolist(), last.tolist())]
+            history = [[old[i] + [t] for i, t in zip(*pair)]
+                       for old, *pair in zip(history, parents.tolist(), last.tolist())]
 
 
-@pytest.mark.parametrize('kept_heads', [{}, {'0.self_attention': [1, 3], '1.cross_attention': [2]}], ids=['all', 'some'])
+@pytest.mark.parametrize('kept_heads', [{}, {'0.self_attention': [1, 3], '1.cross_attention': [2]}],
+                         ids=['all', 'some'])
 def test_trees_that_outgrow_their_room(kept_heads):
     "Thirty steps of five hypotheses: more nodes than there were places for at first, before and after sentences leave."
     torch.manual_seed(0)
-    config = TransformerConfig(V, n_layers=2, d_model=16, d_ff=24, n_heads=4, max_len=40, positions='alibi',
-                               kept_heads={f'decoder.layers.{name}': heads for name, heads in kept_heads.items()} or None)
-    model, src, rng = Transformer(config).double().eval().requires_grad_(False), sources(4), torch.Generator().manual_seed(0)
+    config = TransformerConfig(
+        V, n_layers=2, d_model=16, d_ff=24, n_heads=4, max_len=40, positions='alibi',
+        kept_heads={f'decoder.layers.{name}': heads for name, heads in kept_heads.items()} or None)
+    model, src, rng = (Transformer(config).double().eval().requires_grad_(False), sources(4),
+                       torch.Generator().manual_seed(0))
     assert type(decoding_state(model, src)) is TreeState
     rows, trees = (make_state(model, src) for make_state in STATES)
     room, tokens = trees.trees.nodes.size(2), torch.full((4, 1), BOS)
@@ -245,7 +258,9 @@ def test_a_beam_of_one_is_greedy(kind):
 @pytest.mark.parametrize('steps', [0, 40])
 def test_company_and_order_change_no_token_in_single_precision(steps):
     model, src = make(0, steps, torch.float32), sources(4)
-    def searches(src): return zip(greedy(model, src, max_extra=3), beam_search(model, src, beam_size=3, max_extra=3, n_best=2))
+    def searches(src):
+        return zip(greedy(model, src, max_extra=3),
+                   beam_search(model, src, beam_size=3, max_extra=3, n_best=2))
     by_itself = [next(searches(alone(src, i))) for i in range(4)]
     for order in itertools.permutations(range(4)):
         for i, (g, best) in zip(order, searches(src[list(order)])):
@@ -266,7 +281,8 @@ def test_batches_of_any_size_give_the_same_tokens(kind):
 def test_words_that_are_worth_the_same():
     "Which of two equal translations is returned is not promised; its score is, in any company."
     model, src = make(0, 40, torch.float32), sources(12)
-    model.output.weight[[5, 7]] = model.output.weight[[4, 6]]        # tied: the model cannot tell 4 from 5, nor 6 from 7
+    # tied: the model cannot tell 4 from 5, nor 6 from 7
+    model.output.weight[[5, 7]] = model.output.weight[[4, 6]]
     found = beam_search(model, src, max_extra=5, n_best=4)
     for i, best in enumerate(found):
         [again] = beam_search(model, alone(src, i), max_extra=5, n_best=4)
@@ -295,7 +311,8 @@ def test_scores_are_those_of_teacher_forcing(steps, kind):
         if not rows and not steps: continue                         # a random model may never end
         again = score_translations(model, src[[i for i, _ in rows]], [h.ids for _, h in rows]).tolist()
         assert [h.log_prob for _, h in rows] == pytest.approx(again, abs=near) and rows
-        assert [h.score for _, h in rows] == pytest.approx([p / length_penalty(len(h.ids) + 1, 0.6) for (_, h), p in zip(rows, again)], abs=near)
+        assert [h.score for _, h in rows] == pytest.approx(
+            [p / length_penalty(len(h.ids) + 1, 0.6) for (_, h), p in zip(rows, again)], abs=near)
 
 
 @pytest.mark.parametrize('steps', [0, 20, 40])
@@ -312,7 +329,8 @@ def test_stopping_early_changes_nothing(steps, alpha, monkeypatch):
 
 def test_stopping_early_saves_steps(monkeypatch):
     asked, logits = [], TreeState.logits
-    monkeypatch.setattr(TreeState, 'logits', lambda state, tokens: asked.append(tokens.numel()) or logits(state, tokens))
+    monkeypatch.setattr(TreeState, 'logits',
+                        lambda state, tokens: asked.append(tokens.numel()) or logits(state, tokens))
     model, src, rows = make(5), sources(20), []
     for patience, decided in ((0., Endings.decided), (1., Endings.decided), (0., lambda *_: False)):
         monkeypatch.setattr(Endings, 'decided', decided)
@@ -323,7 +341,8 @@ def test_stopping_early_saves_steps(monkeypatch):
 
 # --- parts
 
-@pytest.mark.parametrize('v, count', [(3, 4), (11, 3), (11, 40), (BLOCK, 8), (BLOCK + 1, 8), (3 * BLOCK, 300), (1000, 8)])
+@pytest.mark.parametrize('v, count', [(3, 4), (11, 3), (11, 40), (BLOCK, 8), (BLOCK + 1, 8),
+                                      (3 * BLOCK, 300), (1000, 8)])
 @pytest.mark.parametrize('few', [0, 2**30], ids=['blocks', 'all'])
 def test_best_continuations_are_the_best(v, count, few, monkeypatch):
     monkeypatch.setattr(decoding, 'FEW', few)
@@ -447,7 +466,8 @@ def test_a_model_that_remembers_in_its_own_way():
 
 # --- sampling
 
-@pytest.mark.parametrize('settings', [(1., 0, 1.), (0.5, 0, 1.), (1., 3, 1.), (1., 0, 0.7), (1., 0, 0.01), (2., 4, 0.8), (1., 99, 0.999)], ids=str)
+@pytest.mark.parametrize('settings', [(1., 0, 1.), (0.5, 0, 1.), (1., 3, 1.), (1., 0, 0.7), (1., 0, 0.01),
+                                      (2., 4, 0.8), (1., 99, 0.999)], ids=str)
 def test_what_is_drawn_from_by_its_definition(settings):
     temperature, top_k, top_p = settings
     log_probs = torch.randn(5, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
@@ -464,7 +484,8 @@ def test_what_is_drawn_from_by_its_definition(settings):
 
 def test_counts_come_from_the_distribution():
     model, src = make(0, 20, torch.float32), sources(2)[:1]
-    for settings in (dict(), dict(temperature=0.5), dict(top_k=3), dict(top_p=0.7), dict(temperature=2., top_k=4, top_p=0.8)):
+    for settings in (dict(), dict(temperature=0.5), dict(top_k=3), dict(top_p=0.7),
+                     dict(temperature=2., top_k=4, top_p=0.8)):
         g = torch.Generator().manual_seed(1)
         drawn = sample(model, src.expand(4000, -1), generator=g, max_extra=0, **settings)
         first = torch.tensor([(h.ids + [EOS])[0] for h in drawn]).bincount(minlength=V) / 4000
@@ -475,17 +496,22 @@ def test_counts_come_from_the_distribution():
 
 def test_a_seed_repeats_and_scores_are_the_models_own():
     model, src = make(0, 40, torch.float64), sources(8)
-    once, again = ([sample(model, src, temperature=0.8, top_p=0.9, generator=torch.Generator().manual_seed(s)) for s in (1, 2)] for _ in range(2))
+    once, again = ([sample(model, src, temperature=0.8, top_p=0.9, generator=torch.Generator().manual_seed(s))
+                    for s in (1, 2)] for _ in range(2))
     assert once == again and once[0] != once[1]
     for i, h in enumerate(once[0]):
-        if len(h.ids) < 40: assert h.log_prob == pytest.approx(score_of(model, alone(src, i), h.ids + [EOS]), abs=1e-9) and h.score == h.log_prob
+        if len(h.ids) < 40:
+            assert (h.log_prob == pytest.approx(score_of(model, alone(src, i), h.ids + [EOS]), abs=1e-9)
+                    and h.score == h.log_prob)
     assert [h.ids for h in sample(model, src, top_k=1)] == [h.ids for h in greedy(model, src)]
     assert all(h.ids[:2] == [5, 6] for h in sample(model, src, prefix=[[5, 6]] * 8))
 
 
-@pytest.mark.parametrize('settings', [dict(temperature=0.), dict(temperature=-1.), dict(top_k=-1), dict(top_p=0.), dict(top_p=1.1)], ids=str)
+@pytest.mark.parametrize('settings', [dict(temperature=0.), dict(temperature=-1.), dict(top_k=-1),
+                                      dict(top_p=0.), dict(top_p=1.1)], ids=str)
 def test_nothing_to_draw_from(settings):
-    with pytest.raises(ValueError, match=f'{list(settings)[0]}={list(settings.values())[0]}'): sample(make(), sources(), **settings)
+    with pytest.raises(ValueError, match=f'{list(settings)[0]}={list(settings.values())[0]}'):
+        sample(make(), sources(), **settings)
 
 
 # --- edges
@@ -501,7 +527,8 @@ def endless(**kind):
 def test_what_does_not_end_is_cut_off():
     model, src = endless(), sources(4)
     for size, n_best in ((1, 1), (4, 1), (4, 4)):
-        for h, limit in zip(beam_search(model, src, beam_size=size, max_extra=7, n_best=n_best), length_limits(src, 7, 40).tolist()):
+        for h, limit in zip(beam_search(model, src, beam_size=size, max_extra=7, n_best=n_best),
+                            length_limits(src, 7, 40).tolist()):
             assert [len(x.ids) for x in h] == [limit] * n_best and all(EOS not in x.ids for x in h)
             assert [x.score for x in h] == pytest.approx([x.log_prob / length_penalty(limit, 0.6) for x in h])
     assert [len(h.ids) for h in greedy(model, src, max_extra=7)] == length_limits(src, 7, 40).tolist()
@@ -535,10 +562,12 @@ def test_edges(search, state):
 
 
 @pytest.mark.parametrize('settings, message', [
-    (dict(n_best=0), 'n_best=0 must be a whole number from 1 on'), (dict(n_best=5), 'n_best=5 must lie between 1 and beam_size=4'),
+    (dict(n_best=0), 'n_best=0 must be a whole number from 1 on'),
+    (dict(n_best=5), 'n_best=5 must lie between 1 and beam_size=4'),
     (dict(beam_size=0), 'beam_size=0'), (dict(min_len=-1), 'min_len=-1'),
     (dict(alpha=-0.1), 'alpha=-0.1 must be a number, and not negative'), (dict(alpha=math.nan), 'alpha=nan'),
-    (dict(length_offset=-1.), 'length_offset=-1'), (dict(patience=math.inf), 'patience=inf'), (dict(no_repeat_ngram=-2), 'no_repeat_ngram=-2')])
+    (dict(length_offset=-1.), 'length_offset=-1'), (dict(patience=math.inf), 'patience=inf'),
+    (dict(no_repeat_ngram=-2), 'no_repeat_ngram=-2')])
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ValueError, match=message): DecodingConfig(**settings)
     with pytest.raises(ValueError, match=message): beam_search(make(), sources(), **settings)

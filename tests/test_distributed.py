@@ -6,8 +6,8 @@ import psutil, pytest, safetensors.torch, torch
 
 from annotated_transformer.toy_languages import toy_ende
 
-SETTINGS = ('--corpus tsv --held-out 20 --d-model 32 --d-ff 64 --n-layers 1 --n-heads 2 --vocab-size 300 --max-tokens 512 --warmup 20 --peak-rate 4e-3 '
-            '--log-every 1 --save-every 25 --max-steps 50').split()
+SETTINGS = ('--corpus tsv --held-out 20 --d-model 32 --d-ff 64 --n-layers 1 --n-heads 2 --vocab-size 300 '
+            '--max-tokens 512 --warmup 20 --peak-rate 4e-3 --log-every 1 --save-every 25 --max-steps 50').split()
 
 PAIRS = Path(tempfile.mkdtemp()) / 'pairs.tsv' # few: a run starts several times in a test
 
@@ -18,13 +18,16 @@ def pairs():
     shutil.rmtree(PAIRS.parent)
 
 def command(out, *flags, processes=1, restarts=0):
-    launcher = ['-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', str(processes), '--max-restarts', str(restarts)]
-    return [sys.executable, *(launcher if processes > 1 else []), '-m', 'annotated_transformer', 'train', '--out', str(out), '--tsv', str(PAIRS), *SETTINGS, *flags]
+    launcher = ['-m', 'torch.distributed.run', '--standalone',
+                '--nproc-per-node', str(processes), '--max-restarts', str(restarts)]
+    return [sys.executable, *(launcher if processes > 1 else []), '-m', 'annotated_transformer', 'train',
+            '--out', str(out), '--tsv', str(PAIRS), *SETTINGS, *flags]
 
 def environment(): return os.environ | dict(OMP_NUM_THREADS='1', PYTHONPATH=str(Path(__file__).parents[1]))
 
 def train(out, *flags, processes=1):
-    done = subprocess.run(command(out, *flags, processes=processes), env=environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command(out, *flags, processes=processes), env=environment(),
+                          capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -49,9 +52,11 @@ def test_two_processes_learn_what_one_does(alone, together):
     assert len(losses(alone)) == 50
     torch.testing.assert_close(losses(out), losses(alone), rtol=0, atol=1e-4)
     assert losses(alone)[-1] < losses(alone)[0] - 0.5                        # and that is something
-    for name, w in weights(alone).items(): # a key's bias shifts all scores of a query alike: its gradient is rounding noise, which Adam magnifies
+    # a key's bias shifts all scores of a query alike: its gradient is rounding noise, which Adam magnifies
+    for name, w in weights(alone).items():
         if not name.endswith('key.bias'): torch.testing.assert_close(weights(out)[name], w, rtol=0, atol=1e-3)
-    assert [row['tokens'] for row in rows(out) if 'tokens' in row] == [row['tokens'] for row in rows(alone) if 'tokens' in row]
+    assert ([row['tokens'] for row in rows(out) if 'tokens' in row]
+            == [row['tokens'] for row in rows(alone) if 'tokens' in row])
 
 def test_one_process_speaks(together):
     out, done = together
@@ -67,11 +72,12 @@ def test_each_process_has_a_dropout_of_its_own_and_the_run_repeats(tmp_path, alo
 
 def test_a_killed_process_is_replaced_and_the_run_ends_where_it_should(tmp_path, together):
     whole, out = together[0], tmp_path / 'run'
-    run = subprocess.Popen(command(out, '--dropout', '0', processes=2, restarts=2), env=environment(), stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen(command(out, '--dropout', '0', processes=2, restarts=2), env=environment(),
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 120
     while not (out / 'checkpoints' / 'step-00000025').exists():
-        assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0] if run.poll() is not None else 'no checkpoint came'
+        assert run.poll() is None and time.monotonic() < deadline, (
+            run.communicate()[0] if run.poll() is not None else 'no checkpoint came')
         time.sleep(0.05)
     victim = next(p for p in psutil.Process(run.pid).children(recursive=True) if p.environ().get('RANK') == '1')
     victim.send_signal(signal.SIGKILL)

@@ -55,7 +55,8 @@ def chromium():
 
 @pytest.fixture
 def visit(chromium, tmp_path):
-    "Opens a page without a network; at the end it must have asked for itself alone, and have had nothing to complain of."
+    """Opens a page without a network; at the end it must have asked for itself alone,
+    and have had nothing to complain of."""
     opened = []
     def open_page(what, scheme='light', width=1280, height=800):
         path = what if isinstance(what, Path) else what.save(tmp_path/'attention.html')
@@ -122,9 +123,10 @@ def test_the_table_of_heads_chooses(visit):
     x, y = page.evaluate('ready.then(view => view.origin())')
     page.mouse.click(box['x'] + x + 52 + 17*(2 + 1.5), box['y'] + y + 22 + 17*0.5)      # head 2 of layer 0
     settle(page)
-    assert page.locator('[name=pick_head]').input_value() == '2' and page.locator('[name=pick_layer]').input_value() == '0'
+    assert (page.locator('[name=pick_head]').input_value() == '2'
+            and page.locator('[name=pick_layer]').input_value() == '0')
     assert lines(page)[0] != before
-    page.mouse.click(box['x'] + x + 420, box['y'] + y + 200)                            # elsewhere: nothing is chosen or lost
+    page.mouse.click(box['x'] + x + 420, box['y'] + y + 200)    # elsewhere: nothing is chosen or lost
     settle(page)
     assert page.locator('[name=pick_head]').input_value() == '2' and lines(page)[0]
 
@@ -138,10 +140,11 @@ def test_pointing_at_a_token_shows_its_lines(visit):
     row = given['cross'][1, 1, 3]
     assert {pair: lit[pair] for pair in lit if pair[0] == 3} == {pair: quiet[pair] for pair in quiet if pair[0] == 3}
     assert all(lit[pair] < 0.2*quiet[pair] for pair in lit if pair[0] != 3)
-    assert len(plain) == 1 and len(colours) == 2                                        # its lines have a colour of their own
-    assert sorted(word for word in words(page) if '.' in str(word)) == sorted(f'{w:.2f}' for w in row.tolist() if w >= 0.005)
+    assert len(plain) == 1 and len(colours) == 2    # its lines have a colour of their own
+    assert (sorted(word for word in words(page) if '.' in str(word))
+            == sorted(f'{w:.2f}' for w in row.tolist() if w >= 0.005))
     keep(page, 'hover')
-    point_at(page, 'looked at', 4)                                                      # and who looks at a source token
+    point_at(page, 'looked at', 4)    # and who looks at a source token
     lit, _ = lines(page)
     assert {pair: lit[pair] for pair in lit if pair[1] == 4} == {pair: quiet[pair] for pair in quiet if pair[1] == 4}
     page.mouse.move(2, 2)
@@ -173,8 +176,8 @@ def test_light_and_dark(visit):
     night.locator('#theme').click()                                                     # the switch
     settle(night)
     assert paper(night) == white and lines(night) == lines(day)
-    day.emulate_media(color_scheme='dark')                                              # the system changes
-    day.wait_for_selector(':root.dark', state='attached')                               # and tells the page when it has a moment
+    day.emulate_media(color_scheme='dark')                   # the system changes
+    day.wait_for_selector(':root.dark', state='attached')    # and tells the page when it has a moment
     settle(day)
     assert paper(day) == black
 
@@ -183,7 +186,8 @@ QUICK = '''async () => {
   const view = await ready, canvas = document.querySelector('#view canvas'), times = {}
   const drawn = () => new Promise(done => requestAnimationFrame(() => setTimeout(done)))
   const time = async (name, act) => { times[name] = []; for (let i = 0; i < 6; i++) {
-    const start = performance.now(); act(i); await view.runAsync(); await drawn(); times[name].push(performance.now() - start) } }
+    const start = performance.now(); act(i); await view.runAsync(); await drawn();
+    times[name].push(performance.now() - start) } }
   const choose = (name, i) => {
     const select = document.querySelector(`[name=${name}]`)
     select.selectedIndex = i
@@ -191,7 +195,8 @@ QUICK = '''async () => {
   await time('layer', i => choose('pick_layer', i))
   await time('head', i => choose('pick_head', i + 1))
   await time('kind', i => document.querySelectorAll('[name=kind]')[i % 3].click())
-  const box = canvas.getBoundingClientRect(), at = i => ({clientX: box.left + 430, clientY: box.top + 300 + 40*i, bubbles: true})
+  const box = canvas.getBoundingClientRect(),
+      at = i => ({clientX: box.left + 430, clientY: box.top + 300 + 40*i, bubbles: true})
   await time('pointer', i => canvas.dispatchEvent(new PointerEvent('pointermove', at(i))))
   return times
 }'''
@@ -212,13 +217,15 @@ def test_sixty_tokens_are_light_and_quick(visit, tmp_path):
 
 def test_tokens_cannot_act(visit):
     "What a token says is shown, whatever it says."
-    rude = ['</script><script>alert(1)</script>', '<img src=x onerror=alert(2)>', '"\'`${1}\\', '\u05e9\u05dc\u05d5\u05dd',
+    rude = ['</script><script>alert(1)</script>', '<img src=x onerror=alert(2)>',
+            '"\'`${1}\\', '\u05e9\u05dc\u05d5\u05dd',
             '👩‍👩‍👧', '', ' ', '\n', '<!--', '\u2028', '%s', '▁the', '\ud800', '</title><b>']
     given = dict(src=rude, encoder=weights(1, 2, len(rude), len(rude)))
     page = visit(explore(given, title='</title><script>alert(3)</script> & "co"'))
     shown = words(page)
     wanted = [repr(token) if not token.strip() else token for token in rude]
-    assert all(shown.count(token) == 3 for token in wanted if token != '\ud800'), shown  # twice side by side, once above the map
+    # twice side by side, once above the map
+    assert all(shown.count(token) == 3 for token in wanted if token != '\ud800'), shown
     assert page.title() == '</title><script>alert(3)</script> & "co"'
     point_at(page, 'looking', 1)
     page.wait_for_selector('#vg-tooltip-element.visible')
@@ -227,9 +234,11 @@ def test_tokens_cannot_act(visit):
     keep(page, 'rude')
 
 
-# How notebooks put a cell's HTML before the reader: as it stands (JupyterLab); written into a page whose policy forbids nearly all (VS Code, with its strictest setting);
-# in a frame of its own that may run scripts (Colab).
-POLICY = "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src https: http: data:; font-src https:; connect-src https:; child-src https: data:;"
+# How notebooks put a cell's HTML before the reader: as it stands (JupyterLab); written into a page whose
+# policy forbids nearly all (VS Code, with its strictest setting); in a frame of its own that may run
+# scripts (Colab).
+POLICY = ("default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; "
+          "img-src https: http: data:; font-src https:; connect-src https:; child-src https: data:;")
 def in_jupyterlab(cell): return cell
 def in_vs_code(cell):
     text = json.dumps(cell).replace('<', r'\u003c')
@@ -238,9 +247,12 @@ def in_vs_code(cell):
 def in_colab(cell):
     return f'<iframe sandbox="allow-scripts" style="width: 100%; height: 700px" srcdoc="{escape(cell)}"></iframe>'
 
-@pytest.mark.parametrize('host, depth', [(in_jupyterlab, 1), (in_vs_code, 1), (in_colab, 2)], ids=['JupyterLab', 'VS Code', 'Colab'])
+@pytest.mark.parametrize('host, depth', [(in_jupyterlab, 1), (in_vs_code, 1), (in_colab, 2)],
+                         ids=['JupyterLab', 'VS Code', 'Colab'])
 def test_a_notebook_shows_it_in_a_frame(visit, tmp_path, host, depth):
-    (tmp_path/'notebook.html').write_text(f'<!doctype html><meta charset="utf-8"><title>a notebook</title>{host(explore(maps(4, 5))._repr_html_())}', encoding='utf-8')
+    (tmp_path/'notebook.html').write_text(
+        '<!doctype html><meta charset="utf-8"><title>a notebook</title>'
+        f'{host(explore(maps(4, 5))._repr_html_())}', encoding='utf-8')
     page = visit(tmp_path/'notebook.html')
     inner = page
     for _ in range(depth): inner = inner.frame_locator('iframe')
@@ -277,12 +289,14 @@ def test_saved_whole_or_not_at_all(tmp_path, monkeypatch):
         with pytest.raises(OSError, match='No space left'): explorer.save(path)
     assert path.read_text() == 'what was there' and list(tmp_path.iterdir()) == [path]
     assert explorer.save(str(path)) == path and path.read_text(encoding='utf-8') == explorer.html()
-    with pytest.raises(FileNotFoundError, match='there is no folder .*nowhere'): explorer.save(tmp_path/'nowhere'/'attention.html')
+    with pytest.raises(FileNotFoundError, match='there is no folder .*nowhere'):
+        explorer.save(tmp_path/'nowhere'/'attention.html')
 
 
 @pytest.mark.parametrize('change, message', [
-    (dict(cross=weights(2, 3, 6, 8)), r"layer 0 of 'cross' has maps of shape \(3, 6, 8\), not \(heads, 8 queries, 6 keys\)"),
-    (dict(cross=weights(2, 8, 6)), r"not \(heads"),                                     # the axis of layers or of heads left out
+    (dict(cross=weights(2, 3, 6, 8)),
+     r"layer 0 of 'cross' has maps of shape \(3, 6, 8\), not \(heads, 8 queries, 6 keys\)"),
+    (dict(cross=weights(2, 8, 6)), r"not \(heads"),    # the axis of layers or of heads left out
     (dict(encoder=weights(2, 3, 6, 6)*torch.nan), 'no attention weights: they run from nan'),
     (dict(encoder=-weights(2, 3, 6, 6)), 'no attention weights'),
     (dict(tgt=None), "'decoder' need the tokens of 'tgt'"),

@@ -14,7 +14,8 @@ from annotated_transformer.checkpoints import average_checkpoints, load_model, s
 from annotated_transformer.checks import check_transformer
 from annotated_transformer.decoding import State, beam_search, decoding_state, greedy, sample, score_translations
 from annotated_transformer.heads import (
-    KINDS, Head, HeadGates, close_gates, gated_heads, gradient_importance, heads_of, leave_one_out, prune_heads, shut, tune_gates)
+    KINDS, Head, HeadGates, close_gates, gated_heads, gradient_importance, heads_of, leave_one_out,
+    prune_heads, shut, tune_gates)
 from annotated_transformer.interop import export_ctranslate2, export_marian, to_torch_transformer
 from annotated_transformer.layers import NoHeads, keep_heads
 from annotated_transformer.toy_languages import toy_ende
@@ -24,8 +25,10 @@ from annotated_transformer.translator import Translator
 from annotated_transformer.vocabulary import BOS, EOS, PAD
 
 SMALL = TransformerConfig(vocab_size=29, n_layers=2, d_model=16, d_ff=20, n_heads=4, dropout=0.0, max_len=24)
-KINDS_OF_MODEL = [dict(), dict(norm='pre'), dict(positions='learned'), dict(positions='alibi'), dict(positions='rotary'),
-                  dict(d_k=6, d_v=3), dict(positions='alibi', n_heads=3, d_k=4, d_v=5), dict(tied=False, activation='swish', output_bias=True)]
+KINDS_OF_MODEL = [
+    dict(), dict(norm='pre'), dict(positions='learned'), dict(positions='alibi'), dict(positions='rotary'),
+    dict(d_k=6, d_v=3), dict(positions='alibi', n_heads=3, d_k=4, d_v=5),
+    dict(tied=False, activation='swish', output_bias=True)]
 
 
 def model_of(seed=0, **settings):
@@ -49,7 +52,8 @@ def some(model, seed=0):
     "A third of all heads, and all heads of one attention of each kind."
     torch.manual_seed(seed)
     heads = heads_of(model)
-    whole = {heads_of(model, kind)[0].attention for kind in ('encoder', 'cross')} | {heads_of(model, 'decoder')[-1].attention}
+    whole = ({heads_of(model, kind)[0].attention for kind in ('encoder', 'cross')}
+             | {heads_of(model, 'decoder')[-1].attention})
     drawn = {heads[i] for i in torch.randperm(len(heads))[:len(heads)//3].tolist()}
     return sorted(drawn | {head for head in heads if head.attention in whole})
 
@@ -62,7 +66,8 @@ def test_taken_out_is_silenced(settings):
     with gated_heads(model, shut(model, heads)): assert_close(small(src, tgt), model(src, tgt))
     assert count_parameters(small) < count_parameters(model)
     built = Transformer(small.config).eval()
-    assert {name: p.shape for name, p in built.named_parameters()} == {name: p.shape for name, p in small.named_parameters()}
+    assert ({name: p.shape for name, p in built.named_parameters()}
+            == {name: p.shape for name, p in small.named_parameters()})
     built.load_state_dict(small.state_dict())
     assert_close(built(src, tgt), small(src, tgt))
     assert not (small(src, tgt) - model(src, tgt)).abs().max() < 1e-3
@@ -71,11 +76,13 @@ def test_taken_out_is_silenced(settings):
 @pytest.mark.parametrize('settings', KINDS_OF_MODEL, ids=str)
 def test_searches_find_what_the_silenced_model_finds(settings):
     model, (src, _) = model_of(**settings), ids()
-    for heads in (some(model), [h for h in heads_of(model) if h.number != 1], heads_of(model, 'decoder'), heads_of(model)):
+    for heads in (some(model), [h for h in heads_of(model) if h.number != 1],
+                  heads_of(model, 'decoder'), heads_of(model)):
         small = prune_heads(model, heads)
         def found(model):
             ways = beam_search(model, src, max_extra=5, n_best=2)
-            return [[(h.ids, round(h.log_prob, 3)) for h in each] for each in ways], [h.ids for h in greedy(model, src, max_extra=5)]
+            return ([[(h.ids, round(h.log_prob, 3)) for h in each] for each in ways],
+                    [h.ids for h in greedy(model, src, max_extra=5)])
         with gated_heads(model, shut(model, heads)): assert found(small) == found(model)
 
 
@@ -94,7 +101,8 @@ def test_caches_give_what_a_whole_pass_gives(settings):
     state = State(small, src)
     state.logits(tgt[:, :1])
     state.follow(torch.zeros(3, 2, dtype=torch.long)), state.keep(torch.tensor([2, 0]))
-    assert_close(state.logits(tgt[[2, 0], 1:2].expand(2, 2)), expected[[2, 0], 1][:, None].expand(2, 2, -1), atol=1e-4, rtol=1e-4)
+    assert_close(state.logits(tgt[[2, 0], 1:2].expand(2, 2)),
+                 expected[[2, 0], 1][:, None].expand(2, 2, -1), atol=1e-4, rtol=1e-4)
 
 
 def test_without_any_head_only_biases_are_left():
@@ -127,8 +135,11 @@ def test_a_smaller_model_can_be_trained_on():
 
 def test_settings_name_what_is_wrong():
     name = SMALL.attentions[0]
-    for kept, words in (({'encoder.layers.7.self_attention': [0]}, 'there is no encoder.layers.7.self_attention, but encoder.layers.0'),
-                        ({name: [4]}, r'are \[4\]: choose different ones from 0 to 3'), ({name: [0, 0]}, r'\[0, 0\]'), ({name: [-1]}, r'\[-1\]')):
+    for kept, words in (
+            ({'encoder.layers.7.self_attention': [0]},
+             'there is no encoder.layers.7.self_attention, but encoder.layers.0'),
+            ({name: [4]}, r'are \[4\]: choose different ones from 0 to 3'),
+            ({name: [0, 0]}, r'\[0, 0\]'), ({name: [-1]}, r'\[-1\]')):
         with pytest.raises(ValueError, match=words): replace(SMALL, kept_heads=kept)
     with pytest.raises(ValueError, match='from 0 to 1'): replace(SMALL, n_heads=2, kept_heads={name: [3]})
     config = replace(SMALL, kept_heads={name: [2, 0], SMALL.attentions[5]: []})
@@ -157,7 +168,8 @@ def test_files(tmp_path):
     average_checkpoints([tmp_path/'step-0', tmp_path/'step-1'], tmp_path/'mean')
     assert load_model(tmp_path/'mean').config == small.config
     save_model(prune_heads(model, some(model)[1:]), tmp_path/'other')
-    with pytest.raises(ValueError, match='config.json differ'): average_checkpoints([tmp_path/'step-0', tmp_path/'other'], tmp_path/'mean2')
+    with pytest.raises(ValueError, match='config.json differ'):
+        average_checkpoints([tmp_path/'step-0', tmp_path/'other'], tmp_path/'mean2')
 
 
 @pytest.fixture(scope='module')
@@ -171,7 +183,8 @@ def test_translators(toy, tmp_path):
     small = Translator(prune_heads(toy.model, heads), toy.tokenizer, dict(made='by taking out heads'))
     small.save(tmp_path/'small')
     again = Translator.load(tmp_path/'small')
-    with gated_heads(toy.model, shut(toy.model, heads)): expected, scores = toy.translate(texts), toy.score(texts, texts)
+    with gated_heads(toy.model, shut(toy.model, heads)):
+        expected, scores = toy.translate(texts), toy.score(texts, texts)
     assert again.translate(texts) == expected == small.translate(texts) and again.training == small.training
     assert again.score(texts, texts) == pytest.approx(scores, abs=1e-3)
     assert len(again.sample(texts[:3], seed=1)) == 3
@@ -180,7 +193,8 @@ def test_translators(toy, tmp_path):
 def test_exports_say_that_they_cannot(toy, tmp_path):
     small = Translator(prune_heads(toy.model, heads_of(toy.model)[:1]), toy.tokenizer)
     small.save(tmp_path/'small')
-    with pytest.raises(ValueError, match='kept_heads.*torch.nn.Transformer every attention has all of its 4'): to_torch_transformer(small.model)
+    with pytest.raises(ValueError, match='kept_heads.*torch.nn.Transformer every attention has all of its 4'):
+        to_torch_transformer(small.model)
     for library, export in (('transformers', export_marian), ('ctranslate2', export_ctranslate2)):
         try: __import__(library)
         except ImportError: continue
@@ -206,7 +220,8 @@ def test_nothing_is_left_behind():
     before = {name: p.clone() for name, p in model.named_parameters()}
     expected, config = model(src, tgt), model.config
     batch = Batch(src, tgt)
-    gradient_importance(model, [batch]), leave_one_out(model, lambda m: validate(m, [batch])), prune_heads(model, some(model))
+    (gradient_importance(model, [batch]), leave_one_out(model, lambda m: validate(m, [batch])),
+     prune_heads(model, some(model)))
     tune_gates(model, [batch]*2, heads_of(model), 0.1), close_gates(model, HeadGates(model, heads_of(model)))
     assert torch.equal(model(src, tgt), expected) and model.config == config and not model.training
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
@@ -231,7 +246,8 @@ def test_gates_of_a_model_that_lost_heads_before():
     assert set(importance) == set(heads_of(small)) and {h.number for h in importance} == {1, 2, 3}
     target = heads_of(small, 'cross')[1]
     gates = {target.attention: torch.ones(3, requires_grad=True)}
-    with gated_heads(small, gates): slope, = torch.autograd.grad(batch_loss(small, Batch(src[:1], tgt[:1])), gates[target.attention])
+    with gated_heads(small, gates):
+        slope, = torch.autograd.grad(batch_loss(small, Batch(src[:1], tgt[:1])), gates[target.attention])
     one = gradient_importance(small, [Batch(src[:1], tgt[:1])])
     assert abs(slope[1].item()) == pytest.approx(one[target] * Batch(src[:1], tgt[:1]).n_tokens, rel=1e-4)
     with pytest.raises(ValueError, match='no Head.*number=0'): shut(small, [Head(target.attention, 0)])
@@ -239,7 +255,8 @@ def test_gates_of_a_model_that_lost_heads_before():
 
 def test_price_and_seed():
     model, (src, tgt) = model_of(), ids()
-    def learn(price, steps=4, **options): return tune_gates(model, [Batch(src, tgt)]*steps, heads_of(model), price, **options)
+    def learn(price, steps=4, **options):
+        return tune_gates(model, [Batch(src, tgt)]*steps, heads_of(model), price, **options)
     free, dear = learn(0., gate_rate=0.5), learn(5., 15, gate_rate=0.5)
     assert len(heads_of(free)) == 24 and len(heads_of(dear)) < 6
     again, other = learn(0.05), learn(0.05, seed=2)

@@ -1,4 +1,5 @@
-"Other implementations: Marian in and out beside transformers, CTranslate2 beside us on a trained model, torch's module, bad folders."
+"""Other implementations: Marian in and out beside transformers, CTranslate2 beside us on a trained model,
+torch's module, bad folders."""
 import io
 import json
 import random
@@ -46,8 +47,9 @@ TIES = {'tied': {}, 'untied': dict(share_encoder_decoder_embeddings=False, tie_w
 
 def spm(texts, size=150, **options):
     out = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=out, vocab_size=size, hard_vocab_limit=False,
-                                             minloglevel=2, num_threads=1, **options)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=out, vocab_size=size, hard_vocab_limit=False,
+        minloglevel=2, num_threads=1, **options)
     return out.getvalue()
 
 
@@ -56,7 +58,8 @@ SPM = [spm([pair[side] for pair in PAIRS]) for side in (0, 1)]
 
 def pieces(*models):
     known = [sentencepiece.SentencePieceProcessor(model_proto=data) for data in models]
-    return [p for p in dict.fromkeys(m.id_to_piece(i) for m in known for i in range(len(m))) if p not in ('<unk>', '<s>', '</s>')]
+    return [p for p in dict.fromkeys(m.id_to_piece(i) for m in known for i in range(len(m)))
+            if p not in ('<unk>', '<s>', '</s>')]
 
 
 def write_vocabulary(path, words):
@@ -70,14 +73,16 @@ def marian(v, c, seed=0, std=0.2, tgt_v=None):
     "A Marian model with random weights."
     torch.manual_seed(seed)
     special = dict(pad_token_id=v - 1, eos_token_id=0, decoder_start_token_id=v - 1, forced_eos_token_id=0)
-    config = dict(vocab_size=v, decoder_vocab_size=tgt_v or v, max_position_embeddings=64, activation_function='swish', scale_embedding=True,
+    config = dict(vocab_size=v, decoder_vocab_size=tgt_v or v, max_position_embeddings=64,
+                  activation_function='swish', scale_embedding=True,
                   init_std=std, bos_token_id=None) | special | c
     model = transformers.MarianMTModel(transformers.MarianConfig(**config)).eval()
     for p in model.parameters():
         if p.dim() == 1: p.add_(std * torch.randn_like(p))
     model.final_logits_bias.normal_()
     model.generation_config = transformers.GenerationConfig(
-        **special, bad_words_ids=[[v - 1]], renormalize_logits=True, num_beams=4, length_penalty=1.0, early_stopping='never', max_length=60)
+        **special, bad_words_ids=[[v - 1]], renormalize_logits=True,
+        num_beams=4, length_penalty=1.0, early_stopping='never', max_length=60)
     return model
 
 
@@ -86,7 +91,9 @@ def come_to_an_end(model, late=6):
     "Make EOS likelier with every position, so that translations by random weights have an end."
     src, tgt = torch.randint(2, model.config.vocab_size - 1, (2, 40, 24))
     tgt[:, 0] = model.config.decoder_start_token_id
-    for table in {id(t.weight): t.weight for t in (model.get_input_embeddings(), model.model.decoder.embed_tokens)}.values(): table.mul_(0.5)
+    for table in {id(t.weight): t.weight
+                  for t in (model.get_input_embeddings(), model.model.decoder.embed_tokens)}.values():
+        table.mul_(0.5)
     model.final_logits_bias.mul_(0.3)
     states = model.model(input_ids=src, decoder_input_ids=tgt).last_hidden_state.mean(0)
     way = states[late:late+8].mean(0) - states[:3].mean(0)
@@ -116,7 +123,8 @@ def random_ids(v, n, seed=0):
     return padded([[rng.randrange(4, v) for _ in range(rng.randrange(1, 16))] + [EOS] for _ in range(n)])
 
 
-def padded(rows): return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)
+def padded(rows):
+    return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)
 
 
 def theirs(ids, rows): return torch.tensor([rows[BOS], *rows[1:]])[ids]          # our PAD is their PAD, which fills up
@@ -128,9 +136,11 @@ def theirs(ids, rows): return torch.tensor([rows[BOS], *rows[1:]])[ids]         
 def logits_agree(there, model, rows):
     src, tgt = random_ids(len(rows), 8), random_ids(len(rows), 8, seed=1).roll(1, 1)
     tgt[:, 0] = BOS
-    wanted = there(input_ids=theirs(src, rows), attention_mask=(src != PAD).long(), decoder_input_ids=theirs(tgt, rows)).logits
+    wanted = there(input_ids=theirs(src, rows), attention_mask=(src != PAD).long(),
+                   decoder_input_ids=theirs(tgt, rows)).logits
     own = model(src, tgt)
-    assert (own[..., torch.tensor(rows[1:]).argsort() + 1] - wanted).abs().max() < 1e-5      # their ids, in terms of ours
+    # their ids, in terms of ours
+    assert (own[..., torch.tensor(rows[1:]).argsort() + 1] - wanted).abs().max() < 1e-5
     assert (own.softmax(-1)[..., PAD] == 0).all() and wanted.std() > 0.5
 
 
@@ -143,11 +153,13 @@ def test_an_imported_model_gives_transformers_logits(tmp_path, size, tie):
     logits_agree(there, ours.model, rows_of(tmp_path/'hub'))
 
 
-@pytest.mark.parametrize('c', [dict(activation_function='relu'), dict(activation_function='gelu'), dict(activation_function='silu'),
-                               dict(scale_embedding=False), dict(scale_embedding=False) | TIES['untied']], ids=str)
+@pytest.mark.parametrize('c', [
+    dict(activation_function='relu'), dict(activation_function='gelu'), dict(activation_function='silu'),
+    dict(scale_embedding=False), dict(scale_embedding=False) | TIES['untied']], ids=str)
 def test_other_settings_give_them_too(tmp_path, c):
     there = write_marian(tmp_path/'hub', SIZES['small'] | c)
-    logits_agree(there, ModelFolder.load(import_marian(tmp_path/'hub', tmp_path/'ours'), 'cpu').model, rows_of(tmp_path/'hub'))
+    logits_agree(there, ModelFolder.load(import_marian(tmp_path/'hub', tmp_path/'ours'), 'cpu').model,
+                 rows_of(tmp_path/'hub'))
 
 
 @pytest.mark.parametrize('size, tie, std', [('small', 'tied', 0.12), ('small', 'untied', 0.15), ('deep', 'tied', 0.12)])
@@ -159,7 +171,8 @@ def test_beam_four_says_what_transformers_says(tmp_path, size, tie, std):
     for part in src.split(100):
         with torch.no_grad(): ids = there.generate(theirs(part, rows), attention_mask=(part != PAD).long())
         found += [[i for i in row if i not in (rows[BOS], rows[EOS])] for row in ids.tolist()]
-    own = [[rows[i] for i in h[0].ids] for h in beam_search(ours.model, src, DecodingConfig(4, alpha=1.0, length_offset=0.0))]
+    own = [[rows[i] for i in h[0].ids]
+           for h in beam_search(ours.model, src, DecodingConfig(4, alpha=1.0, length_offset=0.0))]
     lengths = sorted(map(len, own))
     assert own == found
     assert len({tuple(row) for row in own}) > 3 and lengths[-1] < 50             # neither all alike, nor cut off
@@ -194,8 +207,9 @@ def test_text_to_text_as_transformers_does_it(tmp_path):
     assert len(set(ours)) > 3
 
 
-PLANES = [(32, 127), (0, 0x300), (0x300, 0x370), (0x400, 0x500), (0x900, 0xa00), (0x1e00, 0x2100), (0x2000, 0x2070), (0x3000, 0x3400),
-          (0xac00, 0xd7a4), (0xf900, 0x10000), (0x1f300, 0x1f700), (0xe000, 0x110000)]
+PLANES = [(32, 127), (0, 0x300), (0x300, 0x370), (0x400, 0x500), (0x900, 0xa00), (0x1e00, 0x2100),
+          (0x2000, 0x2070), (0x3000, 0x3400), (0xac00, 0xd7a4), (0xf900, 0x10000),
+          (0x1f300, 0x1f700), (0xe000, 0x110000)]
 
 
 def noise(n, seed=0):
@@ -209,15 +223,17 @@ def noise(n, seed=0):
 def test_the_tokenizer_gives_transformers_ids_and_texts(tmp_path):
     write_marian(tmp_path/'hub')
     import_marian(tmp_path/'hub', tmp_path/'ours')
-    tokenizer, other, rows = load_tokenizer(tmp_path/'ours'/'tokenizer.json'), judge(tmp_path/'hub'), rows_of(tmp_path/'hub')
+    tokenizer, other, rows = (load_tokenizer(tmp_path/'ours'/'tokenizer.json'),
+                              judge(tmp_path/'hub'), rows_of(tmp_path/'hub'))
     for side, lang in enumerate(('en', 'de')):
-        texts = [pair[side] for pair in PAIRS[:500]] + [t for t in noise(1500, side) if '</s>' not in t and '<unk>' not in t and '<pad>' not in t]
+        texts = ([pair[side] for pair in PAIRS[:500]]
+                 + [t for t in noise(1500, side) if '</s>' not in t and '<unk>' not in t and '<pad>' not in t])
         wanted = other(texts)['input_ids'] if side == 0 else other(text_target=texts)['input_ids']
         own = tokenizer.encode_batch(texts, lang)
         assert [[rows[i] for i in row] + [0] for row in own] == wanted
         texts = [other.decode(row, skip_special_tokens=True) for row in wanted]
         assert [tokenizer.join([t for t in tokenizer.tokens(row) if t != SPECIALS[UNK]]) for row in own] == texts
-    assert tokenizer.encode('\ud800 </s>')                                       # a lone surrogate, and a mark that is text here
+    assert tokenizer.encode('\ud800 </s>')    # a lone surrogate, and a mark that is text here
     assert not {PAD, BOS, EOS} & set(tokenizer.encode('</s> <pad> <eos>'))
 
 
@@ -238,19 +254,23 @@ def test_a_language_to_translate_into_is_one_token(tmp_path):
 def test_two_vocabularies_become_one(tmp_path):
     folder = tmp_path/'hub'
     write_marian(folder)
-    sizes = [write_vocabulary(folder/name, pieces(data)) for name, data in zip(('vocab.json', 'target_vocab.json'), SPM)]
+    sizes = [write_vocabulary(folder/name, pieces(data))
+             for name, data in zip(('vocab.json', 'target_vocab.json'), SPM)]
     c = SIZES['small'] | dict(share_encoder_decoder_embeddings=False, tie_word_embeddings=False)
     start = dict(decoder_start_token_id=sizes[1] - 1, pad_token_id=sizes[1] - 1)
     there = marian(sizes[0], c | start, tgt_v=sizes[1])
     there.save_pretrained(folder)
-    (folder/'tokenizer_config.json').write_text(json.dumps(dict(source_lang='en', target_lang='de', separate_vocabs=True)))
+    (folder/'tokenizer_config.json').write_text(
+        json.dumps(dict(source_lang='en', target_lang='de', separate_vocabs=True)))
     ours = ModelFolder.load(import_marian(folder, tmp_path/'ours'), 'cpu')
     text, translation = PAIRS[0]
     src, tgt = ours.tokenizer.encode(text, 'en'), ours.tokenizer.encode(translation, 'de')
     own = [json.loads((folder/name).read_text()) for name in ('vocab.json', 'target_vocab.json')]
-    there_src, there_tgt = ([vocabulary.get(piece, 1) for piece in ours.tokenizer.tokens(ids)] for vocabulary, ids in zip(own, (src, tgt)))
+    there_src, there_tgt = ([vocabulary.get(piece, 1) for piece in ours.tokenizer.tokens(ids)]
+                            for vocabulary, ids in zip(own, (src, tgt)))
     with torch.no_grad():
-        logits = there(input_ids=torch.tensor([there_src + [0]]), decoder_input_ids=torch.tensor([[sizes[1] - 1] + there_tgt])).logits[0]
+        logits = there(input_ids=torch.tensor([there_src + [0]]),
+                       decoder_input_ids=torch.tensor([[sizes[1] - 1] + there_tgt])).logits[0]
         mine = ours.model(torch.tensor([src + [EOS]]), torch.tensor([[BOS] + tgt]))[0]
     for token, i in own[1].items():
         at = {'<pad>': BOS, '</s>': EOS, '<unk>': UNK}.get(token) or ours.tokenizer.itos.index(token)
@@ -260,7 +280,8 @@ def test_two_vocabularies_become_one(tmp_path):
 
 # --- Marian out
 
-BPE = BytePairTokenizer.train([(lang, [pair[side] for pair in PAIRS]) for side, lang in enumerate(('en', 'de'))], vocab_size=250)
+BPE = BytePairTokenizer.train(
+    [(lang, [pair[side] for pair in PAIRS]) for side, lang in enumerate(('en', 'de'))], vocab_size=250)
 CONFIG = TransformerConfig(len(BPE), n_layers=2, d_model=32, d_ff=48, n_heads=4, dropout=0.1, max_len=64)
 
 
@@ -274,14 +295,17 @@ def stirred(config, seed=0):
 
 
 def same(model, other):
-    return model.config == other.config and all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    return model.config == other.config and all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
-@pytest.mark.parametrize('change', [dict(), dict(tied=False), dict(activation='swish', output_bias=True), dict(n_layers=3, n_heads=1, d_model=64)], ids=str)
+@pytest.mark.parametrize('change', [dict(), dict(tied=False), dict(activation='swish', output_bias=True),
+                                    dict(n_layers=3, n_heads=1, d_model=64)], ids=str)
 def test_an_exported_model_is_transformers_and_comes_back(tmp_path, change):
     ModelFolder(stirred(replace(CONFIG, **change)), BPE, dict(decoding=dict(beam_size=6))).save(tmp_path/'ours')
     own = ModelFolder.load(tmp_path/'ours', 'cpu')
-    there, info = transformers.MarianMTModel.from_pretrained(export_marian(tmp_path/'ours', tmp_path/'marian'), output_loading_info=True)
+    there, info = transformers.MarianMTModel.from_pretrained(
+        export_marian(tmp_path/'ours', tmp_path/'marian'), output_loading_info=True)
     assert not any(info[key] for key in ('missing_keys', 'unexpected_keys', 'mismatched_keys')), info
     src, tgt = random_ids(len(BPE), 8), random_ids(len(BPE), 8, seed=1).roll(1, 1)
     tgt[:, 0] = BOS
@@ -327,9 +351,11 @@ def trained(tmp_path_factory):
     "A small model that has learned some toy EN-DE, in its folder."
     torch.manual_seed(0)
     pairs = [(p.src, p.tgt) for p in toy_ende('train', n=3000)]
-    words = WordTokenizer.train([(lang, [pair[side] for pair in pairs]) for side, lang in enumerate(('en', 'de'))], 2000)
-    model = Transformer(TransformerConfig(len(words), n_layers=2, d_model=64, d_ff=128, n_heads=4, dropout=0.0, max_len=64, norm='pre',
-                                          activation='swish', output_bias=True))
+    words = WordTokenizer.train(
+        [(lang, [pair[side] for pair in pairs]) for side, lang in enumerate(('en', 'de'))], 2000)
+    model = Transformer(TransformerConfig(
+        len(words), n_layers=2, d_model=64, d_ff=128, n_heads=4, dropout=0.0, max_len=64,
+        norm='pre', activation='swish', output_bias=True))
     loader = BatchLoader(encode_pairs(pairs, words, ('en', 'de'), 64), max_tokens=700, seed=1)
     adam, steps = torch.optim.Adam(model.parameters(), 5e-3, (0.9, 0.98)), 400
     rate = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1, (step + 1)/60) * (1 - step/steps))
@@ -344,7 +370,8 @@ def trained(tmp_path_factory):
 def test_ctranslate2_translates_as_we_do(trained, tmp_path):
     test = toy_ende('test', n=500)
     texts, references = [p.src for p in test], [p.tgt for p in test]
-    ours = Translator.load(trained, 'cpu').translate(texts, alpha=1.0, length_offset=0.0, patience=1.0)   # both stop when four have ended
+    # both stop when four have ended
+    ours = Translator.load(trained, 'cpu').translate(texts, alpha=1.0, length_offset=0.0, patience=1.0)
     bleu = score(ours, references).bleu
     assert bleu > 30, bleu                                                        # it has learned something
     for quantization in ('float32', 'int8', 'int8_float32'):
@@ -356,14 +383,17 @@ def test_ctranslate2_translates_as_we_do(trained, tmp_path):
     assert size['int8'] < size['float32']
 
 
-@pytest.mark.parametrize('change', [dict(), dict(norm='pre', activation='gelu'), dict(positions='learned', tied=False),
-                                    dict(activation='swish', output_bias=True, n_heads=1), dict(norm='pre', positions='learned', n_layers=3)], ids=str)
+@pytest.mark.parametrize('change', [
+    dict(), dict(norm='pre', activation='gelu'), dict(positions='learned', tied=False),
+    dict(activation='swish', output_bias=True, n_heads=1),
+    dict(norm='pre', positions='learned', n_layers=3)], ids=str)
 def test_ctranslate2_gives_our_log_probabilities(tmp_path, change):
     own = ModelFolder(stirred(replace(CONFIG, **change)), BPE)
     own.save(tmp_path/'ours')
     out = export_ctranslate2(tmp_path/'ours', tmp_path/'served')
     rng = random.Random(0)
-    rows, said = ([[rng.randrange(3, len(BPE)) for _ in range(rng.randrange(1, 20))] for _ in range(30)] for _ in range(2))
+    rows, said = ([[rng.randrange(3, len(BPE)) for _ in range(rng.randrange(1, 20))] for _ in range(30)]
+                  for _ in range(2))
     scores = ctranslate2.Translator(str(out), device='cpu', intra_threads=1).score_batch(
         [BPE.tokens(row) for row in rows], [BPE.tokens(row) for row in said])
     for row, target, found in zip(rows, said, scores, strict=True):
@@ -378,7 +408,9 @@ def test_ctranslate2_never_says_pad_or_bos(tmp_path):
     with torch.no_grad(): model.output.bias[[PAD, BOS]] = 20.                        # it would like nothing better
     ModelFolder(model, BPE).save(tmp_path/'ours')
     served = CTranslate2Model(export_ctranslate2(tmp_path/'ours', tmp_path/'served'), intra_threads=1)
-    found = served.translator.translate_batch([BPE.tokens(row) for row in BPE.encode_batch([text for text, _ in PAIRS[:20]])], max_decoding_length=30)
+    found = served.translator.translate_batch(
+        [BPE.tokens(row) for row in BPE.encode_batch([text for text, _ in PAIRS[:20]])],
+        max_decoding_length=30)
     assert not {SPECIALS[PAD], SPECIALS[BOS]} & {token for one in found for token in one.hypotheses[0]}
 
 
@@ -395,27 +427,37 @@ FAULTS = {
     'no config.json': (lambda f: (f/'config.json').unlink(), FileNotFoundError, 'it has no config.json'),
     'no source.spm': (lambda f: (f/'source.spm').unlink(), FileNotFoundError, 'it has no source.spm'),
     'no vocab.json': (lambda f: (f/'vocab.json').unlink(), FileNotFoundError, 'it has no vocab.json'),
-    'no weights': (lambda f: (f/'model.safetensors').unlink(), FileNotFoundError, 'neither model.safetensors nor pytorch_model.bin'),
+    'no weights': (lambda f: (f/'model.safetensors').unlink(),
+                   FileNotFoundError, 'neither model.safetensors nor pytorch_model.bin'),
     'config.json cut': (lambda f: (f/'config.json').write_text('{"model_type"'), ValueError, 'config.json is damaged'),
     'config.json a list': (lambda f: (f/'config.json').write_text('[]'), ValueError, 'config.json is damaged'),
     'vocab.json cut': (lambda f: (f/'vocab.json').write_text('{'), ValueError, 'vocab.json is damaged'),
-    'vocab.json with words': (lambda f: (f/'vocab.json').write_text('{"a": "b"}'), ValueError, 'vocab.json does not fit'),
-    'weights cut': (lambda f: (f/'model.safetensors').write_bytes((f/'model.safetensors').read_bytes()[:-9]), ValueError, 'model.safetensors is damaged'),
-    'spm cut': (lambda f: (f/'target.spm').write_bytes((f/'target.spm').read_bytes()[:-9]), ValueError, 'the .spm files cannot be used'),
+    'vocab.json with words': (lambda f: (f/'vocab.json').write_text('{"a": "b"}'),
+                              ValueError, 'vocab.json does not fit'),
+    'weights cut': (lambda f: (f/'model.safetensors').write_bytes((f/'model.safetensors').read_bytes()[:-9]),
+                    ValueError, 'model.safetensors is damaged'),
+    'spm cut': (lambda f: (f/'target.spm').write_bytes((f/'target.spm').read_bytes()[:-9]),
+                ValueError, 'the .spm files cannot be used'),
     'spm of nothing': (lambda f: (f/'target.spm').write_bytes(b''), ValueError, 'no model of sentencepiece'),
     'spm of noise': (lambda f: (f/'target.spm').write_bytes(b'pieces'), ValueError, 'no model of sentencepiece'),
 }
-for name, value in dict(model_type='bart', static_position_embeddings=False, normalize_before=True, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=7,
-                        activation_function='tanh', eos_token_id=10_000, decoder_start_token_id=0, encoder_layers=0, dropout=1.5).items():
+for name, value in dict(
+        model_type='bart', static_position_embeddings=False, normalize_before=True,
+        decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=7, activation_function='tanh',
+        eos_token_id=10_000, decoder_start_token_id=0, encoder_layers=0, dropout=1.5).items():
     def change(f, name=name, value=value):
         c = json.loads((f/'config.json').read_text()) | {name: value}
         if name == 'encoder_layers': c['decoder_layers'] = value
         (f/'config.json').write_text(json.dumps(c))
-    FAULTS[f'{name} {value}'] = change, ValueError, 'config.json: ' + (name if name in ('model_type', 'activation_function', 'dropout') else '')
-for name, tensor in {'model.encoder.layers.0.fc1.weight': torch.zeros(24, 15), 'model.shared.weight': torch.zeros(7, 16),
-                     'model.encoder.layernorm_embedding.weight': torch.zeros(16), 'final_logits_bias': torch.zeros(1, 3)}.items():
+    FAULTS[f'{name} {value}'] = (change, ValueError, 'config.json: ' + (
+        name if name in ('model_type', 'activation_function', 'dropout') else ''))
+for name, tensor in {
+        'model.encoder.layers.0.fc1.weight': torch.zeros(24, 15), 'model.shared.weight': torch.zeros(7, 16),
+        'model.encoder.layernorm_embedding.weight': torch.zeros(16),
+        'final_logits_bias': torch.zeros(1, 3)}.items():
     def change(f, name=name, tensor=tensor):
-        safetensors.torch.save_file(safetensors.torch.load_file(f/'model.safetensors') | {name: tensor}, f/'model.safetensors')
+        safetensors.torch.save_file(
+            safetensors.torch.load_file(f/'model.safetensors') | {name: tensor}, f/'model.safetensors')
     FAULTS[f'{name} {tuple(tensor.shape)}'] = change, ValueError, 'model.safetensors: '
 
 
@@ -442,12 +484,14 @@ def test_nothing_in_a_pickle_is_run(hub, tmp_path):
     class Bad:
         def __reduce__(self): return (tmp_path/'ran').touch, ()
     torch.save({'weights': Bad()}, tmp_path/'copy'/'pytorch_model.bin')
-    with pytest.raises(ValueError, match='pytorch_model.bin is damaged, or holds more than numbers'): import_marian(tmp_path/'copy', tmp_path/'out')
+    with pytest.raises(ValueError, match='pytorch_model.bin is damaged, or holds more than numbers'):
+        import_marian(tmp_path/'copy', tmp_path/'out')
     assert not (tmp_path/'ran').exists()
 
 
 @pytest.mark.parametrize('change, words', [
-    (dict(norm='pre'), "norm='pre': Marian has only 'post'"), (dict(positions='learned'), "positions='learned': Marian"),
+    (dict(norm='pre'), "norm='pre': Marian has only 'post'"),
+    (dict(positions='learned'), "positions='learned': Marian"),
     (dict(d_v=5), 'd_v=5: Marian divides'), (dict(positions='rotary'), "positions='rotary': Marian")], ids=str)
 def test_what_marian_has_not_stays(tmp_path, change, words):
     ModelFolder(Transformer(replace(CONFIG, **change)), BPE).save(tmp_path/'ours')
@@ -455,7 +499,9 @@ def test_what_marian_has_not_stays(tmp_path, change, words):
     assert not (tmp_path/'out').exists()
 
 
-@pytest.mark.parametrize('change, words', [(dict(positions='alibi'), "positions='alibi': CTranslate2 has only"), (dict(d_k=4), 'd_k=4: CTranslate2')], ids=str)
+@pytest.mark.parametrize('change, words', [
+    (dict(positions='alibi'), "positions='alibi': CTranslate2 has only"),
+    (dict(d_k=4), 'd_k=4: CTranslate2')], ids=str)
 def test_what_ctranslate2_has_not_stays(tmp_path, change, words):
     ModelFolder(Transformer(replace(CONFIG, **change)), BPE).save(tmp_path/'ours')
     with pytest.raises(ValueError, match=words): export_ctranslate2(tmp_path/'ours', tmp_path/'out')
@@ -470,7 +516,8 @@ def test_a_ctranslate2_folder_with_a_fault_is_refused_in_one_line(tmp_path, name
     if fault == 'missing': (out/name).unlink()
     else: (out/name).write_bytes((out/name).read_bytes()[:200])
     with pytest.raises(FileNotFoundError if fault == 'missing' else ValueError) as caught: CTranslate2Model(out)
-    assert ('served' in str(caught.value)) and '\n' not in str(caught.value) and (name in str(caught.value) or name == 'model.bin' or fault == 'cut')
+    assert (('served' in str(caught.value)) and '\n' not in str(caught.value)
+            and (name in str(caught.value) or name == 'model.bin' or fault == 'cut'))
 
 
 def test_without_the_libraries(hub, tmp_path, monkeypatch):
@@ -478,11 +525,15 @@ def test_without_the_libraries(hub, tmp_path, monkeypatch):
     import_marian(hub, tmp_path/'ours')                                             # Marian's doors need neither
     assert Translator.load(tmp_path/'ours', 'cpu').translate('This is a ball.')
     export_marian(tmp_path/'ours', tmp_path/'out')
-    with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[ctranslate2\]'"): export_ctranslate2(tmp_path/'ours', tmp_path/'served')
-    with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[ctranslate2\]'"): CTranslate2Model(tmp_path/'ours')
+    with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[ctranslate2\]'"):
+        export_ctranslate2(tmp_path/'ours', tmp_path/'served')
+    with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[ctranslate2\]'"):
+        CTranslate2Model(tmp_path/'ours')
     monkeypatch.setitem(sys.modules, 'sentencepiece', None)
-    with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[marian\]'"): import_marian(hub, tmp_path/'again')
-    with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[marian\]'"): Translator.load(tmp_path/'ours', 'cpu')
+    with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[marian\]'"):
+        import_marian(hub, tmp_path/'again')
+    with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[marian\]'"):
+        Translator.load(tmp_path/'ours', 'cpu')
     assert not (tmp_path/'again').exists()
 
 
@@ -503,7 +554,8 @@ def test_torchs_module_there_and_back(norm, activation):
     hidden = src == PAD
     past = torch.ones(tgt.size(1), tgt.size(1)).triu(1).bool()
     with torch.no_grad():
-        found = module(own.embed_src(src), own.embed_tgt(tgt), tgt_mask=past, src_key_padding_mask=hidden, memory_key_padding_mask=hidden)
+        found = module(own.embed_src(src), own.embed_tgt(tgt), tgt_mask=past,
+                       src_key_padding_mask=hidden, memory_key_padding_mask=hidden)
         torch.testing.assert_close(found, own.states(src, tgt), atol=1e-5, rtol=1e-5)
     back = from_torch_transformer(module, len(BPE), positions='learned', max_len=64)
     assert back.config == own.config
@@ -514,10 +566,12 @@ def test_torchs_module_there_and_back(norm, activation):
 
 
 def test_torchs_own_postnorm_module_has_one_norm_too_many():
-    with pytest.raises(ValueError, match='post-norm Transformer with one more norm'): from_torch_transformer(nn.Transformer(16, 4, 1, 1, 8), 10)
+    with pytest.raises(ValueError, match='post-norm Transformer with one more norm'):
+        from_torch_transformer(nn.Transformer(16, 4, 1, 1, 8), 10)
     theirs = nn.Transformer(16, 4, 2, 2, 8, norm_first=True)
     own = from_torch_transformer(theirs.eval(), 10)
-    src, tgt = torch.randn(7, 3, 16), torch.randn(5, 3, 16)                         # torch's usual order: positions first
+    src, tgt = torch.randn(7, 3, 16), torch.randn(5, 3, 16)    # torch's usual order: positions first
     with torch.no_grad():
         memory = own.encoder(src.transpose(0, 1))
-        torch.testing.assert_close(theirs(src, tgt), own.decoder(tgt.transpose(0, 1), memory).transpose(0, 1), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(theirs(src, tgt), own.decoder(tgt.transpose(0, 1), memory).transpose(0, 1),
+                                   atol=1e-5, rtol=1e-5)

@@ -1,4 +1,6 @@
-"Training that is killed, stopped, out of room or fed nonsense, met from the command line: it says so in a line, and goes on exactly."
+"""Training that is killed, stopped, out of room or fed nonsense, met from the command line:
+it says so in a line, and goes on exactly.
+"""
 import contextlib, json, os, re, resource, shutil, signal, subprocess, sys, time
 from pathlib import Path
 
@@ -15,14 +17,16 @@ THREADS = dict(os.environ, OMP_NUM_THREADS=str(torch.get_num_threads()))
 
 def kills(tmp_path, *flags):
     record = tmp_path / 'kills.json'
-    done = subprocess.run([sys.executable, str(ROOT / 'benchmarks/kills.py'), '--record', str(record), *flags], env=THREADS, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, str(ROOT / 'benchmarks/kills.py'), '--record', str(record), *flags],
+                          env=THREADS, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(record.read_text())
 
 def test_killed_at_random_moments_ends_bit_identical(tmp_path):
     record = kills(tmp_path, '--kills', '4', '--steps', '30')
     assert record['result']['kills'] == 4 and record['result']['files_that_differ'] == 0
-    assert sum(kill['aimed_at'] is not None for kill in record['kills']) == 2             # just before a sync or a rename
+    # just before a sync or a rename
+    assert sum(kill['aimed_at'] is not None for kill in record['kills']) == 2
 
 @pytest.mark.full
 def test_killed_at_twenty_random_moments_ends_bit_identical(tmp_path):
@@ -38,15 +42,18 @@ def test_killed_while_finishing_ends_bit_identical(tmp_path):
 
 # --- one run, and all that can happen to it
 
-PAIRS = [(f'the {noun} {verb}s .', f'{noun.upper()} {verb} t !') for noun in 'dog cat fox hen cow'.split() for verb in 'run eat sing'.split()] * 6
+PAIRS = [(f'the {noun} {verb}s .', f'{noun.upper()} {verb} t !')
+         for noun in 'dog cat fox hen cow'.split() for verb in 'run eat sing'.split()] * 6
 
 @pytest.fixture(scope='module')
 def flags(tmp_path_factory):
     "The flags of a run of some seconds, all but its --out."
     folder = tmp_path_factory.mktemp('pairs')
     for name, lines in zip(('s.txt', 't.txt'), zip(*PAIRS)): (folder / name).write_text('\n'.join(lines) + '\n')
-    sizes = '--max-steps 150 --max-epochs 1000 --save-every 15 --log-every 5 --d-model 32 --d-ff 64 --n-layers 1 --vocab-size 300 --max-tokens 256 --max-len 40'
-    return ['train', '--corpus', 'files', '--src', str(folder / 's.txt'), '--tgt', str(folder / 't.txt'), *sizes.split()]
+    sizes = ('--max-steps 150 --max-epochs 1000 --save-every 15 --log-every 5 '
+             '--d-model 32 --d-ff 64 --n-layers 1 --vocab-size 300 --max-tokens 256 --max-len 40')
+    return ['train', '--corpus', 'files', '--src', str(folder / 's.txt'), '--tgt', str(folder / 't.txt'),
+            *sizes.split()]
 
 @pytest.fixture(scope='module')
 def whole(flags, tmp_path_factory):
@@ -64,8 +71,8 @@ def same(out, whole):
 
 def signalled(flags, out, number):
     "The run in a process of its own that gets a signal after its first checkpoint; its exit code, and what it said."
-    run = subprocess.Popen([sys.executable, '-m', 'annotated_transformer', *flags, '--out', str(out)], cwd=ROOT, env=THREADS,
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen([sys.executable, '-m', 'annotated_transformer', *flags, '--out', str(out)],
+                           cwd=ROOT, env=THREADS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while not checkpoints(out) and run.poll() is None: time.sleep(0.005)
     run.send_signal(number)
     said = run.communicate(timeout=120)[0]
@@ -116,7 +123,8 @@ def test_no_room_and_room_again(flags, whole, tmp_path, fails):
     out = tmp_path / 'run'
     last = unfinished(whole, out, 120)
     with small_files((last / 'model.safetensors').stat().st_size - 1): said = fails(*flags, '--out', out)
-    assert 'could not be written: File too large (model.safetensors)' in said and f'{last.name}, the last one, is untouched' in said
+    assert ('could not be written: File too large (model.safetensors)' in said
+            and f'{last.name}, the last one, is untouched' in said)
     assert latest(out) == last
     assert not list(out.rglob('*.partial')) and not list(out.rglob('.*.tmp'))
     main([*flags, '--out', str(out)])
@@ -134,7 +142,9 @@ def small_disk(at, size):
         if mounted: subprocess.run(['umount', str(at)], check=True)
 
 def test_a_full_disk(flags, whole, tmp_path, fails):
-    "It fills up after some checkpoints; with a stranger's file removed the run goes on. Elsewhere: a limit on the log's size."
+    """It fills up after some checkpoints; with a stranger's file removed the run goes on.
+    Elsewhere: a limit on the log's size.
+    """
     with small_disk(tmp_path / 'disk', '4m') as mounted:
         out, ballast = tmp_path / 'disk' / 'run', tmp_path / 'disk' / 'ballast'
         last = unfinished(whole, out, 120)
@@ -154,7 +164,9 @@ def test_a_full_disk(flags, whole, tmp_path, fails):
 
 @contextlib.contextmanager
 def read_only(folder):
-    "A folder that nobody may write to: mounted so for the superuser, who may write everywhere; by its rights for others."
+    """A folder that nobody may write to: mounted so for the superuser, who may write everywhere;
+    by its rights for others.
+    """
     if os.geteuid():
         rights = {p: p.stat().st_mode for p in [folder, *folder.rglob('*')] if p.is_dir()}
         for p in rights: p.chmod(0o500)
@@ -193,7 +205,8 @@ def test_a_damaged_checkpoint(flags, whole, tmp_path, fails):
     data[len(data) // 2] ^= 16
     weights.write_bytes(data)
     said = fails(*flags, '--out', out)
-    assert f'{last.name}/model.safetensors is damaged' in said and f'{before.name}, before it, is whole: delete {last.name}' in said
+    assert (f'{last.name}/model.safetensors is damaged' in said
+            and f'{before.name}, before it, is whole: delete {last.name}' in said)
     assert (out / 'checkpoints' / last.name).exists()                                    # a person decides
     shutil.rmtree(last)
     main([*flags, '--out', str(out)])
@@ -210,7 +223,8 @@ def test_half_a_line_in_the_log(flags, whole, tmp_path):
 def test_a_loss_that_is_no_number(flags, tmp_path, fails):
     out = tmp_path / 'run'
     said = fails(*flags, '--peak-rate', '1e38', '--warmup', '1', '--clip-norm', '1e9', '--out', out)
-    found = re.search(r'step (\d+), batch (\d+) of epoch 0: the (?:loss is|gradient is) (?:nan|inf).* at rate (\S+)', said)
+    found = re.search(r'step (\d+), batch (\d+) of epoch 0: '
+                      r'the (?:loss is|gradient is) (?:nan|inf).* at rate (\S+)', said)
     assert found and int(found[1]) == int(found[2]) + 1 and float(found[3].rstrip(',;')) > 1e37, said
     assert latest(out).name == f'step-{int(found[1]) - 1:08d}'
     state = load_state(latest(out) / 'state.pt')['optimizer']['state'].values()

@@ -27,7 +27,9 @@ LANGS = ('en', 'de')
 
 def random_texts(n, seed=0):
     rng = random.Random(seed)
-    def side(): return ' '.join(rng.choice(('wort', 'satz', 'haus', 'hund', 'katze')) for _ in range(1 + rng.randrange(9)))
+    def side():
+        return ' '.join(rng.choice(('wort', 'satz', 'haus', 'hund', 'katze'))
+                        for _ in range(1 + rng.randrange(9)))
     return [(f'{side()} {i}', f'{side()} {i}') for i in range(n)]
 
 
@@ -48,7 +50,8 @@ def small_shards(monkeypatch): monkeypatch.setattr(large_corpora, 'SHARD', 500)
 
 def stream_of(table, **options): return load_corpus('tsv', tsv=table, on_disk=True, held_out=50, **options)['train']
 def opened(stream, vocabulary, folder, **options):
-    return large_corpora.open_pairs(stream, vocabulary, LANGS, folder=folder, progress_bar=False, **{'num_proc': 1} | options)
+    return large_corpora.open_pairs(stream, vocabulary, LANGS, folder=folder, progress_bar=False,
+                                    **{'num_proc': 1} | options)
 def as_lists(pairs): return [(src.tolist(), tgt.tolist()) for src, tgt in pairs]
 def content(folder): return {p.name: p.read_bytes() for p in Path(folder).iterdir()}
 def made(folder): return sorted(p.name for p in Path(folder).iterdir() if p.suffix != '.lock')
@@ -63,7 +66,8 @@ def test_the_same_from_any_number_of_processes(table, vocabulary, tmp_path):
 
 def test_words_and_wide_ids(table, tmp_path):
     words = train_tokenizer('words', random_texts(50), LANGS, vocab_size=30)
-    assert as_lists(opened(stream_of(table), words, tmp_path/'cache', num_proc=2)) == encode_pairs(list(stream_of(table)), words, LANGS)
+    assert (as_lists(opened(stream_of(table), words, tmp_path/'cache', num_proc=2))
+            == encode_pairs(list(stream_of(table)), words, LANGS))
 
     class Wide(Tokenizer):
         "A vocabulary whose ids do not fit into two bytes."
@@ -71,16 +75,19 @@ def test_words_and_wide_ids(table, tmp_path):
         def __len__(self): return 1 << 20
         def encode_batch(self, texts, lang=None): return [[70_000 + len(text)] for text in texts]
     found, cut = large_corpora.shard_table([('a', 'bc')], Wide(), LANGS)
-    assert found.to_pylist() == [{'src': [70_001], 'tgt': [70_002]}] and str(found.column('src').type.value_type) == 'int32' and cut == 0
+    assert (found.to_pylist() == [{'src': [70_001], 'tgt': [70_002]}]
+            and str(found.column('src').type.value_type) == 'int32' and cut == 0)
 
 
 def test_loading_is_as_from_a_list(table, vocabulary, tmp_path):
-    pairs, plain = opened(stream_of(table), vocabulary, tmp_path/'cache'), encode_pairs(list(stream_of(table)), vocabulary, LANGS)
+    pairs, plain = (opened(stream_of(table), vocabulary, tmp_path/'cache'),
+                    encode_pairs(list(stream_of(table)), vocabulary, LANGS))
     for options in (dict(), dict(rank=1, world=3), dict(multiple=8)):
         loaders = [BatchLoader(p, 300, seed=4, **options) for p in (pairs, plain)]
         assert len(loaders[0]) == len(loaders[1])
         for a, b in zip(*(loader.epoch(2, start=5) for loader in loaders), strict=True):
-            assert torch.equal(a.src, b.src) and torch.equal(a.tgt, b.tgt) and (a.n_tokens, a.global_tokens) == (b.n_tokens, b.global_tokens)
+            assert (torch.equal(a.src, b.src) and torch.equal(a.tgt, b.tgt)
+                    and (a.n_tokens, a.global_tokens) == (b.n_tokens, b.global_tokens))
 
 
 def test_reused_unless_something_changed(table, vocabulary, tmp_path):
@@ -90,9 +97,11 @@ def test_reused_unless_something_changed(table, vocabulary, tmp_path):
     silent = stream_of(table)
     silent.make = read
     assert len(opened(silent, vocabulary, folder)) == 1900 and silent.dropped['blank'] == 0
-    changes = [lambda: opened(stream_of(table), vocabulary, folder, max_len=99), lambda: opened(stream_of(table, max_words=5), vocabulary, folder),
-               lambda: opened(stream_of(table), train_tokenizer('bpe', random_texts(300), LANGS, vocab_size=99), folder),
-               lambda: (table.write_text(table.read_text() + 'new\tneu\n'), opened(stream_of(table), vocabulary, folder))]
+    changes = [
+        lambda: opened(stream_of(table), vocabulary, folder, max_len=99),
+        lambda: opened(stream_of(table, max_words=5), vocabulary, folder),
+        lambda: opened(stream_of(table), train_tokenizer('bpe', random_texts(300), LANGS, vocab_size=99), folder),
+        lambda: (table.write_text(table.read_text() + 'new\tneu\n'), opened(stream_of(table), vocabulary, folder))]
     for k, change in enumerate(changes, 2):
         change()
         assert len(made(folder)) == k
@@ -114,7 +123,8 @@ def test_a_damaged_folder_is_named(table, vocabulary, tmp_path, spoil):
     if spoil == 'truncate': os.truncate(shard, 100)
     elif spoil == 'remove': shard.unlink()
     else: (folder/'manifest.json').unlink()
-    with pytest.raises(ValueError, match='data-00002.arrow|manifest.json'): opened(stream_of(table), vocabulary, tmp_path/'cache')
+    with pytest.raises(ValueError, match='data-00002.arrow|manifest.json'):
+        opened(stream_of(table), vocabulary, tmp_path/'cache')
     shutil.rmtree(folder)
     assert len(opened(stream_of(table), vocabulary, tmp_path/'cache')) == 1900
 
@@ -123,7 +133,8 @@ def test_an_error_in_the_text_leaves_nothing(table, vocabulary, tmp_path):
     with open(table, 'ab') as file: file.write(b'one column\n')
     for num_proc in (1, 2):
         stream = Stream(lambda: iter(large_corpora_lines(table)), [table])
-        with pytest.raises(ValueError, match='a.tsv, line 2001: one column'): opened(stream, vocabulary, tmp_path/'cache', num_proc=num_proc)
+        with pytest.raises(ValueError, match='a.tsv, line 2001: one column'):
+            opened(stream, vocabulary, tmp_path/'cache', num_proc=num_proc)
         assert made(tmp_path/'cache') == []
     for options in (dict(max_len=1), dict(num_proc=0)):
         with pytest.raises(ValueError, match='|'.join(options)): opened(stream, vocabulary, tmp_path/'cache', **options)
@@ -136,14 +147,17 @@ def large_corpora_lines(table):
 
 def test_without_the_library(monkeypatch, table, vocabulary, tmp_path):
     monkeypatch.setitem(sys.modules, 'datasets', None)
-    with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[large\]'"): opened(stream_of(table), vocabulary, tmp_path/'cache')
+    with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[large\]'"):
+        opened(stream_of(table), vocabulary, tmp_path/'cache')
     (tmp_path/'train.parquet').write_bytes(b'')
-    with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[large\]'"): list(load_corpus('wmt14', data_dir=tmp_path)['train'])
+    with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[large\]'"):
+        list(load_corpus('wmt14', data_dir=tmp_path)['train'])
 
 
 def test_wmt14_end_to_end(tmp_path, vocabulary):
     texts = random_texts(1200)
-    for split, part in (('train-00000-of-00002', texts[:700]), ('train-00001-of-00002', texts[700:]), ('validation', texts[:5]), ('test', texts[5:9])):
+    for split, part in (('train-00000-of-00002', texts[:700]), ('train-00001-of-00002', texts[700:]),
+                        ('validation', texts[:5]), ('test', texts[5:9])):
         (tmp_path/'wmt'/'de-en').mkdir(parents=True, exist_ok=True)
         rows = [{'translation': {'de': de, 'en': en}} for en, de in part]
         datasets.Dataset.from_list(rows).to_parquet(tmp_path/'wmt'/'de-en'/f'{split}.parquet')
@@ -179,13 +193,16 @@ def program(tmp_path, vocabulary):
     table.write_text(''.join(f'{s}\t{t}\n' for s, t in random_texts(20_000)))
     environment = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
     def start(folder, num_proc=2, **options):
-        return subprocess.Popen([sys.executable, '-c', PROGRAM, table, tokenizer, folder, str(num_proc)], text=True, env=environment,
+        return subprocess.Popen([sys.executable, '-c', PROGRAM, table, tokenizer, folder, str(num_proc)],
+                                text=True, env=environment,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
     return start
 
 
 def test_killed_at_any_moment(program, tmp_path):
-    "Whenever it is killed: no folder, or the whole one; nobody is left running; the next attempt ends as if nothing had been."
+    """Whenever it is killed: no folder, or the whole one; nobody is left running;
+    the next attempt ends as if nothing had been.
+    """
     process = program(tmp_path/'reference')
     process.stdout.readline()
     began = time.monotonic()
@@ -199,7 +216,8 @@ def test_killed_at_any_moment(program, tmp_path):
         time.sleep((0.3 + 0.6*rng.random())*seconds)
         children = psutil.Process(process.pid).children() if process.poll() is None else []
         process.kill()
-        alive = [child for child in psutil.wait_procs(children, timeout=20)[1] if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        alive = [child for child in psutil.wait_procs(children, timeout=20)[1]
+                 if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
         for child in alive: child.kill()
         process.communicate()
         assert not alive                                          # the workers have gone with it
@@ -247,7 +265,8 @@ def test_no_room_on_the_disk(program, tmp_path, num_proc):
 BENCHMARK = ROOT/'benchmarks/large_corpus.py'
 
 def rehearse(*options, timeout):
-    done = subprocess.run([sys.executable, BENCHMARK, '--out', '-', *map(str, options)], capture_output=True, text=True, timeout=timeout,
+    done = subprocess.run([sys.executable, BENCHMARK, '--out', '-', *map(str, options)],
+                          capture_output=True, text=True, timeout=timeout,
                           env=os.environ | {'PYTHONPATH': str(ROOT)})
     assert done.returncode == 0, done.stderr[-2000:]
     names, *lines = [line.replace(',', '').split() for line in done.stdout.splitlines() if line.strip()]

@@ -44,7 +44,8 @@ def gradients(out, x): return torch.autograd.grad(out.square().sum(), x, retain_
 
 @both_norms
 @pytest.mark.parametrize('n_layers, d_model, n_heads, d_ff, activation', [
-    (1, 8, 1, 5, 'relu'), (3, 12, 3, 20, 'relu'), (2, 16, 16, 64, 'relu'), (2, 12, 3, 20, 'swish'), (2, 12, 3, 20, 'gelu')])
+    (1, 8, 1, 5, 'relu'), (3, 12, 3, 20, 'relu'), (2, 16, 16, 64, 'relu'),
+    (2, 12, 3, 20, 'swish'), (2, 12, 3, 20, 'gelu')])
 def test_stacks_equal_torch(norm, n_layers, d_model, n_heads, d_ff, activation):
     "Outputs and the gradients of both inputs, through whole stacks, under the masks of a ragged batch."
     torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"What the page of losses cannot show: other implementations, other processes, and what happens inside a model that trains."
+"""What the page of losses cannot show: other implementations, other processes,
+and what happens inside a model that trains.
+"""
 import os
 import subprocess
 import sys
@@ -76,9 +78,11 @@ def test_logits_that_overflow():
 def test_r_drop_in_16_bits():
     h1, h2, w, _, y = case(n=300, d=32, v=400, dtype=torch.float32)
     exact = torch.autograd.grad(plain_r_drop(h1, h2, w, y, 0.1, 5.0), (h1, h2, w))
-    with torch.autocast('cpu', dtype=torch.bfloat16): ours, plain = (f(h1, h2, w, y, 0.1, 5.0) for f in (r_drop_loss, plain_r_drop))
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        ours, plain = (f(h1, h2, w, y, 0.1, 5.0) for f in (r_drop_loss, plain_r_drop))
     assert ours.dtype == torch.float32
-    off = [[((g - e).norm()/e.norm()).item() for g, e in zip(torch.autograd.grad(loss, (h1, h2, w)), exact)] for loss in (ours, plain)]
+    off = [[((g - e).norm()/e.norm()).item() for g, e in zip(torch.autograd.grad(loss, (h1, h2, w)), exact)]
+           for loss in (ours, plain)]
     assert all(a < 1.5*b + 1e-3 for a, b in zip(*off)), off
 
 
@@ -90,7 +94,8 @@ def test_what_is_frozen_gets_no_gradient_and_changes_none(frozen):
     y = whole[-1]
     part = [x.detach() if i in frozen else x for i, x in enumerate(whole[:4])]
     for f in (lambda h1, h2, w, b: r_drop_loss(h1, h2, w, y, 0.1, 5.0, 4, b),
-              lambda h1, h2, w, b: linear_cross_entropy(h1, w, y, 0.1, 4, b) + linear_cross_entropy(h2, w, y, 0.1, 4, b)):
+              lambda h1, h2, w, b: (linear_cross_entropy(h1, w, y, 0.1, 4, b)
+                                    + linear_cross_entropy(h2, w, y, 0.1, 4, b))):
         learn = [i for i in range(4) if i not in frozen]
         close(f(*part), f(*whole[:4]))
         assert f(*part).requires_grad == bool(learn)
@@ -103,7 +108,8 @@ def test_what_is_frozen_gets_no_gradient_and_changes_none(frozen):
 def test_a_model_with_a_frozen_tied_matrix_learns(loss):
     "The matrix is source embedding, target embedding and output layer; none of them moves, and all else does."
     torch.manual_seed(0)
-    model = Transformer(TransformerConfig(vocab_size=40, n_layers=1, d_model=16, d_ff=32, n_heads=2, dropout=0.1)).train()
+    model = Transformer(TransformerConfig(vocab_size=40, n_layers=1, d_model=16, d_ff=32, n_heads=2,
+                                          dropout=0.1)).train()
     model.output.weight.requires_grad_(False)
     frozen, before = model.output.weight.clone(), {name: p.detach().clone() for name, p in model.named_parameters()}
     src, tgt, y = (torch.randint(4, 40, (6, 5)) for _ in range(3))

@@ -50,7 +50,8 @@ def installed(wheel, elsewhere):
     def torch_there(): return json.loads(call(python, '-c', (
         'import json, os, importlib.metadata as m; d = m.distribution("torch");'
         'files = [str(d.locate_file(f)) for f in d.files if f.suffix in (".py", ".so")];'
-        'print(json.dumps([d.version, {f: os.stat(f).st_mtime_ns for f in files if os.path.exists(f)}]))'), cwd=elsewhere))
+        'print(json.dumps([d.version, '
+        '{f: os.stat(f).st_mtime_ns for f in files if os.path.exists(f)}]))'), cwd=elsewhere))
     pip('-c', ROOT/'constraints.txt', f'torch=={metadata.version("torch").split("+")[0]}')
     before = torch_there()
     # Only torch is left without a pin: pip is free to take a newer one, and must not.
@@ -125,4 +126,5 @@ def test_the_command_is_there(installed, elsewhere):
 def test_it_answers_right_after_installation(installed, elsewhere):
     "No training, no network, no folder: the toy model is in the wheel."
     command = shutil.which('annotated-transformer', path=str(installed[0].parent))
-    assert call(command, 'translate', 'the small dog sleeps because it is tired', cwd=elsewhere) == 'der kleine Hund schläft, weil er müde ist.\n'
+    assert (call(command, 'translate', 'the small dog sleeps because it is tired', cwd=elsewhere)
+            == 'der kleine Hund schläft, weil er müde ist.\n')

@@ -1,4 +1,6 @@
-"Positions inside attention: other people's rotary and ALiBi, every type of number, both paths, the cache, longer sentences, mirrors."
+"""Positions inside attention: other people's rotary and ALiBi, every type of number, both paths,
+the cache, longer sentences, mirrors.
+"""
 import copy
 import json
 import math
@@ -9,7 +11,8 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from annotated_transformer.attention import MultiHeadAttention, attention, causal_mask, fast_attention, padding_mask, record_attention
+from annotated_transformer.attention import (MultiHeadAttention, attention, causal_mask, fast_attention,
+                                             padding_mask, record_attention)
 from annotated_transformer.layers import DecoderCache
 from annotated_transformer.positions import AlibiPositions, RotaryPositions, alibi_slopes, sinusoids, turn
 from annotated_transformer.transformer import Transformer, TransformerConfig
@@ -21,7 +24,8 @@ TGT = torch.tensor([[BOS, 17, 18, 19, 20], [BOS, 21, 22, PAD, PAD]])
 TYPES = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 inside = pytest.mark.parametrize('kind', ['alibi', 'rotary'])
 
-def module(kind, n_heads=4, d_k=4, max_len=12): return AlibiPositions(n_heads) if kind == 'alibi' else RotaryPositions(d_k, max_len)
+def module(kind, n_heads=4, d_k=4, max_len=12):
+    return AlibiPositions(n_heads) if kind == 'alibi' else RotaryPositions(d_k, max_len)
 
 def model_of(kind, **changes):
     torch.manual_seed(0)
@@ -39,7 +43,8 @@ def test_rotary_equals_the_authors_own_arrangement(d_k):
     roformer = pytest.importorskip('transformers.models.roformer.modeling_roformer')
     q, k, _ = heads(50, d_k)
     table = sinusoids(50, d_k)
-    theirs = roformer.RoFormerSelfAttention.apply_rotary_position_embeddings(torch.cat([table[:, ::2], table[:, 1::2]], -1)[None, None], q, k)
+    theirs = roformer.RoFormerSelfAttention.apply_rotary_position_embeddings(
+        torch.cat([table[:, ::2], table[:, 1::2]], -1)[None, None], q, k)
     for mine, other in zip(RotaryPositions(d_k, 50)(q, k), theirs): assert_close(mine, other)
 
 @pytest.mark.parametrize('d_k', [2, 8, 64])
@@ -91,7 +96,8 @@ def test_alibi_entry_by_entry(n_heads, dtype):
             for j in range(9):
                 steps = j - (6 + i)
                 wanted = slope*steps if steps <= 0 else -slope*steps*(0.5 if h % 2 else 2)
-                assert math.isclose(bias[0, h, i, j].item(), wanted, rel_tol=2e-2 if dtype.itemsize == 2 else 1e-5), (h, i, j)
+                assert math.isclose(bias[0, h, i, j].item(), wanted,
+                                    rel_tol=2e-2 if dtype.itemsize == 2 else 1e-5), (h, i, j)
 
 def test_slopes_go_down_by_equal_factors():
     for h in (1, 3, 8, 12):
@@ -103,14 +109,18 @@ def test_slopes_go_down_by_equal_factors():
 def test_rotary_wants_pairs(d_k):
     with pytest.raises(ValueError, match=f'd_k={d_k}: rotary positions turn pairs'): RotaryPositions(d_k, 9)
 
-@pytest.mark.parametrize('settings, d_k', [(dict(d_k=3), 3), (dict(d_model=12), 3), (dict(d_model=20, d_v=8), 5)], ids=str)
+@pytest.mark.parametrize('settings, d_k', [
+    (dict(d_k=3), 3), (dict(d_model=12), 3), (dict(d_model=20, d_v=8), 5)], ids=str)
 def test_a_rotary_model_wants_pairs(settings, d_k):
-    with pytest.raises(ValueError, match=f'd_k={d_k} is odd: rotary positions'): replace(SMALL, positions='rotary', **settings)
+    with pytest.raises(ValueError, match=f'd_k={d_k} is odd: rotary positions'):
+        replace(SMALL, positions='rotary', **settings)
     replace(SMALL, positions='alibi', **settings)                  # nobody else minds
 
 @inside
 def test_far_positions_are_exact_in_half_precision(kind):
-    "A table or distances kept in 16 bits would be off by whole steps out here; queries are ones, so nothing else rounds much."
+    """A table or distances kept in 16 bits would be off by whole steps out here;
+    queries are ones, so nothing else rounds much.
+    """
     x = torch.ones(1, 4, 2, 8)
     exact, half = module(kind, 4, 8, 3000).double(), module(kind, 4, 8, 3000).bfloat16()
     for a, b in zip(exact(x.double(), x.double(), 2900), half(x.bfloat16(), x.bfloat16(), 2900)):
@@ -155,7 +165,8 @@ def test_mixed_precision(kind):
 def test_without_positions_nothing_is_turned_and_no_bias_made(monkeypatch):
     import annotated_transformer.attention as page
     seen = []
-    monkeypatch.setattr(page, 'fast_attention', lambda *args: seen.append(args) or torch.zeros(2, 4, args[0].size(2), 4))
+    monkeypatch.setattr(page, 'fast_attention',
+                        lambda *args: seen.append(args) or torch.zeros(2, 4, args[0].size(2), 4))
     model_of('sinusoidal')(SRC, TGT)
     assert len(seen) == 6 and all(bias is None for *_, bias in seen)
 
@@ -229,7 +240,8 @@ def test_settings_from_before_these_existed():
 @pytest.mark.parametrize('norm', ['post', 'pre'])
 def test_scaled_is_glorot_with_smaller_contributions(norm):
     "Divided by the square root of the stack's sublayers, exactly there where a sublayer ends, and nowhere else."
-    plain, scaled = (dict(model_of('sinusoidal', norm=norm, init=init).named_parameters()) for init in ('glorot', 'scaled'))
+    plain, scaled = (dict(model_of('sinusoidal', norm=norm, init=init).named_parameters())
+                     for init in ('glorot', 'scaled'))
     for name, p in plain.items():
         ends = '_attention.output.' in name or 'feed_forward.outer.' in name
         factor = (2*2 if name.startswith('encoder') else 3*2)**-0.5 if ends else 1

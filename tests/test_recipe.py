@@ -7,7 +7,8 @@ import pytest, torch
 
 from annotated_transformer.checkpoints import checkpoints, load_model, read_log
 from annotated_transformer.corpora import CorpusConfig, load_corpus
-from annotated_transformer.recipe import RunConfig, claim, default_run, differences, evaluate, settings, train_translator, with_defaults
+from annotated_transformer.recipe import (RunConfig, claim, default_run, differences, evaluate, settings,
+                                          train_translator, with_defaults)
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.training import TrainConfig
 from annotated_transformer.transformer import TransformerConfig
@@ -29,7 +30,8 @@ def cache(tmp_path, monkeypatch): monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_p
 def run(table, **changes):
     corpus = {name: changes.pop(name) for name in list(changes) if name in CorpusConfig.__dataclass_fields__}
     training = {name: changes.pop(name) for name in list(changes) if name in TrainConfig.__dataclass_fields__}
-    return RunConfig(CorpusConfig('tsv', tsv=table, held_out=20, **corpus), MODEL, replace(TRAINING, **training), **changes)
+    return RunConfig(CorpusConfig('tsv', tsv=table, held_out=20, **corpus), MODEL,
+                     replace(TRAINING, **training), **changes)
 
 def train(config, out): return train_translator(config, out, progress_bar=False)
 def weights(folder): return torch.cat([p.detach().flatten() for p in load_model(folder).parameters()])
@@ -39,7 +41,8 @@ def interrupt(config, out, monkeypatch):
     "Stop a run at its 15th step, and go on."
     from annotated_transformer import training
     step = training.Trainer.step
-    def stop(self, batches): step(self, batches) if self.at.step < 15 else (_ for _ in ()).throw(RuntimeError('unplugged'))
+    def stop(self, batches):
+        step(self, batches) if self.at.step < 15 else (_ for _ in ()).throw(RuntimeError('unplugged'))
     with monkeypatch.context() as patch:
         patch.setattr(training.Trainer, 'step', stop)
         with pytest.raises(RuntimeError, match='unplugged'): train(config, out)
@@ -69,8 +72,10 @@ def test_cleaning_is_counted_in_the_log(table, tmp_path):
 def test_vectors_are_where_the_run_starts_and_frozen_when_asked(table, tmp_path):
     words = sorted({w for p in toy_ende('train', n=400) for w in p.src.rstrip('.?!').lower().split()})[:40]
     torch.manual_seed(0)
-    (tmp_path / 'vectors.txt').write_text(''.join(f'{w} {" ".join(f"{x:.4f}" for x in torch.randn(16).tolist())}\n' for w in words))
-    frozen = train(run(table, tokenizer='words', vectors=tmp_path / 'vectors.txt', freeze_vectors=True), tmp_path / 'frozen')
+    (tmp_path / 'vectors.txt').write_text(''.join(
+        f'{w} {" ".join(f"{x:.4f}" for x in torch.randn(16).tolist())}\n' for w in words))
+    frozen = train(run(table, tokenizer='words', vectors=tmp_path / 'vectors.txt', freeze_vectors=True),
+                   tmp_path / 'frozen')
     free = train(run(table, tokenizer='words', vectors=tmp_path / 'vectors.txt'), tmp_path / 'free')
     assert 0 < read_log(tmp_path / 'frozen/log.jsonl')[0]['covered_by_vectors'] < 1
     other = next(i for i in range(10, len(frozen.tokenizer)) if frozen.tokenizer.token(i).lower() not in words)
@@ -82,9 +87,11 @@ def test_vectors_are_where_the_run_starts_and_frozen_when_asked(table, tmp_path)
     assert not torch.allclose(frozen.model.src_embed.weight[other], free.model.src_embed.weight[other])
 
 @pytest.mark.parametrize('changes, said', [
-    (dict(bpe_dropout=1.0), 'bpe_dropout=1.0 must be at least 0 and below 1'), (dict(bpe_dropout=0.1, on_disk=True), 'choose one'),
-    (dict(bpe_dropout=0.1, tokenizer='words'), "tokenizer='words' has none"), (dict(freeze_vectors=True), 'needs vectors'),
-    (dict(monitor='val_bleu'), 'set val_sentences'), (dict(val_sentences=-1), 'val_sentences=-1 must be at least 0')], ids=str)
+    (dict(bpe_dropout=1.0), 'bpe_dropout=1.0 must be at least 0 and below 1'),
+    (dict(bpe_dropout=0.1, on_disk=True), 'choose one'),
+    (dict(bpe_dropout=0.1, tokenizer='words'), "tokenizer='words' has none"),
+    (dict(freeze_vectors=True), 'needs vectors'), (dict(monitor='val_bleu'), 'set val_sentences'),
+    (dict(val_sentences=-1), 'val_sentences=-1 must be at least 0')], ids=str)
 def test_settings_that_do_not_go_together(table, changes, said):
     with pytest.raises(ValueError, match=said): run(table, **changes)
 
@@ -97,7 +104,8 @@ def test_a_setting_that_came_later_does_not_bar_the_way(table, tmp_path, monkeyp
     del held['bpe_dropout']
     (tmp_path/'run/run.json').write_text(json.dumps(held))
     claim(tmp_path/'run', config)
-    with pytest.raises(ValueError, match='bpe_dropout is 0.0 there and 0.1 here'): claim(tmp_path/'run', replace(config, bpe_dropout=0.1))
+    with pytest.raises(ValueError, match='bpe_dropout is 0.0 there and 0.1 here'):
+        claim(tmp_path/'run', replace(config, bpe_dropout=0.1))
 
 
 def test_a_finished_run_goes_on_when_its_limit_is_moved(table, tmp_path):
@@ -150,11 +158,13 @@ def test_its_command_goes_the_same_way_again(tmp_path):
     def watch(rows):
         again.update(losses(rows))
         if len(again) == 3: raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt): train_translator(default_run(), tmp_path/'run', progress_bar=False, watch=watch)
+    with pytest.raises(KeyboardInterrupt):
+        train_translator(default_run(), tmp_path/'run', progress_bar=False, watch=watch)
     before = losses(read_log(RECORD))
     assert again.keys() == {20, 40, 60} and again == pytest.approx({step: before[step] for step in again}, rel=1e-3)
 
 @pytest.mark.full
 def test_retraining_reaches_it(tmp_path):
     translator = train(default_run(), tmp_path/'run')
-    assert evaluate(translator, load_corpus(CorpusConfig())['test'])[0].bleu > Translator.load().training['test']['bleu'] - 1
+    assert (evaluate(translator, load_corpus(CorpusConfig())['test'])[0].bleu
+            > Translator.load().training['test']['bleu'] - 1)

@@ -1,4 +1,6 @@
-"The recurrent translator: whatever a search does to its state, it says what teacher forcing says; and every door takes it."
+"""The recurrent translator: whatever a search does to its state, it says what teacher forcing says;
+and every door takes it.
+"""
 import json
 from dataclasses import replace
 
@@ -39,7 +41,8 @@ def sources(*lengths, seed=0):
 # --- settings
 
 @pytest.mark.parametrize('field, value, words', [
-    ('d_model', 7, 'd_model=7 is odd'), ('d_model', 0, 'positive whole number'), ('max_len', -1, 'max_len=-1'), ('dropout', 1.0, 'below 1')])
+    ('d_model', 7, 'd_model=7 is odd'), ('d_model', 0, 'positive whole number'),
+    ('max_len', -1, 'max_len=-1'), ('dropout', 1.0, 'below 1')])
 def test_settings_that_cannot_be_are_refused(field, value, words):
     with pytest.raises(ValueError, match=words): RecurrentConfig(**{field: value})
 
@@ -47,7 +50,8 @@ def test_settings_that_cannot_be_are_refused(field, value, words):
 @pytest.mark.parametrize('tied', (True, False))
 def test_any_number_of_layers_tied_or_not(n_layers, tied):
     model = new(n_layers=n_layers, tied=tied)
-    assert (model.src_embed.weight is model.output.weight) == tied and model(sources(5, 3), sources(4, 4)).shape == (2, 4, 30)
+    assert ((model.src_embed.weight is model.output.weight) == tied
+            and model(sources(5, 3), sources(4, 4)).shape == (2, 4, 30))
     assert count_parameters(model) - count_parameters(new(n_layers=n_layers)) == (0 if tied else 2 * 30 * 16)
 
 
@@ -69,7 +73,8 @@ def test_whatever_is_moved_each_hypothesis_goes_on_from_its_own_words(attention,
             for line, hypotheses in enumerate(prefixes):
                 whole = model(src[[line]*len(hypotheses)], torch.tensor(hypotheses))[:, -1]
                 assert_close(logits[line], whole, rtol=0, atol=1e-12)
-            parents = torch.randint(last.size(1), (len(prefixes), 1 + torch.randint(4, (), generator=draw).item()), generator=draw)
+            parents = torch.randint(
+                last.size(1), (len(prefixes), 1 + torch.randint(4, (), generator=draw).item()), generator=draw)
             state.follow(parents)
             prefixes = [[list(hypotheses[p]) for p in row] for hypotheses, row in zip(prefixes, parents.tolist())]
             if len(prefixes) > 1 and torch.rand((), generator=draw) < 0.4:
@@ -94,10 +99,13 @@ def test_a_search_says_of_its_translations_what_teacher_forcing_says(attention):
                 log_probs[..., :EOS] = -torch.inf
                 said = log_probs.log_softmax(-1).gather(-1, words[:, 1:, None]).sum()
                 assert_close(torch.tensor(h.log_prob).double(), said, rtol=0, atol=1e-5)
-                if not cut: assert_close(score_translations(model, row[None], [h.ids])[0].double(), said, rtol=0, atol=1e-5)
+                if not cut:
+                    assert_close(score_translations(model, row[None], [h.ids])[0].double(), said,
+                                 rtol=0, atol=1e-5)
                 ended += not cut
     assert 6 < ended < 34, 'too much of one kind'
-    for a, b in zip(greedy(model, src, max_extra=9), beam_search(model, src, beam_size=1, max_extra=9)): assert a.ids == b[0].ids
+    for a, b in zip(greedy(model, src, max_extra=9), beam_search(model, src, beam_size=1, max_extra=9)):
+        assert a.ids == b[0].ids
     drawn = sample(model, src, generator=torch.Generator().manual_seed(1), max_extra=9)
     assert len({tuple(h.ids) for h in drawn}) > 1
 
@@ -105,7 +113,8 @@ def test_a_search_says_of_its_translations_what_teacher_forcing_says(attention):
 def test_neither_company_nor_order_nor_padding_matter(attention):
     model, src, order = new(attention), sources(9, 2, 6, 4), torch.tensor([2, 0, 3, 1])
     base = beam_search(model, src, beam_size=3, max_extra=8)
-    shuffled, padded = beam_search(model, src[order], beam_size=3, max_extra=8), beam_search(model, torch.nn.functional.pad(src, (0, 4)), beam_size=3, max_extra=8)
+    shuffled, padded = (beam_search(model, src[order], beam_size=3, max_extra=8),
+                        beam_search(model, torch.nn.functional.pad(src, (0, 4)), beam_size=3, max_extra=8))
     for i in range(4):
         [alone] = beam_search(model, src[i:i+1, :(src[i] != PAD).sum()], beam_size=3, max_extra=8)
         for other in alone, shuffled[order.tolist().index(i)], padded[i]:
@@ -121,7 +130,8 @@ def test_the_caches_of_a_search_are_not_the_models():
         first = one.logits(torch.full((2, 1), BOS)).clone()
         one.logits(torch.full((2, 1), 9))
         assert_close(two.logits(torch.full((2, 1), BOS)), first, rtol=0, atol=0)
-    assert before.keys() == model.state_dict().keys() and all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert (before.keys() == model.state_dict().keys()
+            and all(torch.equal(x, before[name]) for name, x in model.state_dict().items()))
 
 def test_sources_of_nothing_and_batches_of_nobody():
     model = new()
@@ -149,7 +159,8 @@ def test_the_checks_of_page_33_hold(attention):
     torch.manual_seed(0)
     model = Recurrent(RecurrentConfig(30, 2, 32, attention, dropout=0.1))
     report = check_transformer(model, make=lambda: Recurrent(model.config)).raise_if_failed()
-    assert report.skipped == ['without positions', 'device'], report # it has no positions, and packing asks how long sentences are
+    # it has no positions, and packing asks how long sentences are
+    assert report.skipped == ['without positions', 'device'], report
 
 def test_a_planted_leak_is_caught():
     class Careless(RecurrentEncoder):
@@ -182,8 +193,8 @@ def test_a_folder_gives_back_the_same_model(tmp_path, attention):
     assert_close(twin(*pair), model(*pair), rtol=0, atol=0)
 
 @pytest.mark.parametrize('text, words', [
-    ('{"kind": "convolutional"}', 'kind'), ('{"kind": "recurrent", "n_heads": 4}', 'n_heads'), ('[]', 'no configuration'), ('7', 'no configuration'),
-    ('{"kind": ["recurrent"]}', 'no configuration')])
+    ('{"kind": "convolutional"}', 'kind'), ('{"kind": "recurrent", "n_heads": 4}', 'n_heads'),
+    ('[]', 'no configuration'), ('7', 'no configuration'), ('{"kind": ["recurrent"]}', 'no configuration')])
 def test_settings_of_no_model_are_told(tmp_path, text, words):
     save_model(new(), tmp_path)
     (tmp_path/'config.json').write_text(text)
@@ -202,9 +213,11 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp('recurrent')/'run'
     lines = ''.join(f'{i} {i*i % 17} {i % 7} {i % 5}\n' for i in range(120))
     for side in ('src', 'tgt'): (folder.parent/side).write_text(lines)
-    base = default_run(CorpusConfig('files', 'en-de', src=folder.parent/'src', tgt=folder.parent/'tgt', held_out=12), recipe='copy')
+    base = default_run(CorpusConfig('files', 'en-de', src=folder.parent/'src', tgt=folder.parent/'tgt',
+                                    held_out=12), recipe='copy')
     config = replace(base, model=RecurrentConfig(200, 1, 24, 'dot', max_len=24),
-                     training=replace(base.training, max_epochs=None, max_steps=12, warmup=4, save_every=4, average=2, log_every=4))
+                     training=replace(base.training, max_epochs=None, max_steps=12, warmup=4, save_every=4,
+                                      average=2, log_every=4))
     return train_translator(config, folder, progress_bar=False), folder, config
 
 def test_the_recipe_trains_it_and_goes_on_where_it_was(run):
@@ -217,7 +230,9 @@ def test_the_recipe_trains_it_and_goes_on_where_it_was(run):
         train_translator(replace(config, model=replace(config.model, attention='additive')), folder, progress_bar=False)
 
 def test_settings_of_no_class_are_refused():
-    with pytest.raises(ValueError, match='dict is no class of settings: choose TransformerConfig or RecurrentConfig'): build(dict())
+    with pytest.raises(ValueError, match='dict is no class of settings: '
+                                         'choose TransformerConfig or RecurrentConfig'):
+        build(dict())
 
 def test_the_commands_take_its_folder(run, capsys):
     _, folder, _ = run
@@ -234,7 +249,8 @@ def test_the_commands_take_its_folder(run, capsys):
 def test_its_maps_are_those_of_the_source_alone(run):
     translator, *_ = run
     maps = translator.attention('16 9 6', '9 6 16 11')
-    assert maps.encoder is maps.decoder is None and maps.cross.shape == (1, 1, len(maps.tgt), len(maps.src)) == (1, 1, 5, 4)
+    assert (maps.encoder is maps.decoder is None
+            and maps.cross.shape == (1, 1, len(maps.tgt), len(maps.src)) == (1, 1, 5, 4))
     assert_close(maps.cross.sum(-1), torch.ones(1, 1, 5))
 
 def test_its_scores_are_those_of_its_search(run):
@@ -244,7 +260,8 @@ def test_its_scores_are_those_of_its_search(run):
     for text, ways in zip(texts, found):
         assert len({way.text for way in ways}) > 1
         for way in ways:
-            if len(way.text.split()) < 50: assert_close(translator.score(text, way.text), way.log_prob, rtol=1e-4, atol=1e-4)
+            if len(way.text.split()) < 50:
+                assert_close(translator.score(text, way.text), way.log_prob, rtol=1e-4, atol=1e-4)
 
 def test_average_of_checkpoints(run, tmp_path):
     _, folder, _ = run

@@ -121,6 +121,7 @@ def test_front_page_is_of_today(cfg):
     for page in PAGES:
         if page.stem == 'index': continue
         cells = json.loads(page.read_text(encoding='utf-8'))['cells']
-        title = re.search(r'^# (.+)', '\n'.join(''.join(c['source']) for c in cells if c['cell_type'] == 'markdown'), re.M)
+        title = re.search(r'^# (.+)', '\n'.join(''.join(c['source']) for c in cells
+                                               if c['cell_type'] == 'markdown'), re.M)
         assert f'[{title[1]}](nbs/{page.name})' in text, 'run `make readme`'
         assert f'{cfg["user"]}/{cfg["repo"]}/blob/{cfg["branch"]}/nbs/{page.name}' in text

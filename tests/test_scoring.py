@@ -11,11 +11,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from annotated_transformer.scoring import (Scores, average_weights, bleu_interval, compare, length_groups, lowercased_tokenized,
-                                           lowercased_tokenized_bleu, perplexity, plot_groups, report, score, score_by_length, score_groups)
+from annotated_transformer.scoring import (Scores, average_weights, bleu_interval, compare, length_groups,
+                                           lowercased_tokenized, lowercased_tokenized_bleu, perplexity,
+                                           plot_groups, report, score, score_by_length, score_groups)
 
 DATA = Path(__file__).resolve().parents[2]/'shared/data'
-NEEDS_DATA = pytest.mark.skipif(not (DATA/'multi30k-tok').is_dir(), reason='needs Multi30k, raw and tokenised, in ../shared/data')
+NEEDS_DATA = pytest.mark.skipif(not (DATA/'multi30k-tok').is_dir(),
+                                reason='needs Multi30k, raw and tokenised, in ../shared/data')
 
 WORDS = 'der die das Hund Katze Haus schläft läuft sieht nicht heute morgen , und auf unter'.split()
 
@@ -76,7 +78,8 @@ def test_score_is_of_the_corpus_and_of_its_order():
     assert together == score(tuple(translations), tuple(references))
     assert together == score(translations[::-1], references[::-1])
     assert together.bleu > score(translations[1:] + translations[:1], references).bleu
-    assert together.bleu != pytest.approx(sum(score([t], [r]).bleu for t, r in zip(translations, references)) / 20, abs=0.1)
+    assert together.bleu != pytest.approx(
+        sum(score([t], [r]).bleu for t, r in zip(translations, references)) / 20, abs=0.1)
 
 
 @pytest.mark.parametrize('translations, references, message', [
@@ -146,11 +149,13 @@ def test_average_of_equals_is_exact(tmp_path):
     assert torch.equal(average_weights(write(tmp_path, *[{'w': w}] * 20))['w'], w)
 
 
-@pytest.mark.parametrize('other, differs', [({'a': torch.ones(2)}, 'b'), ({'a': torch.ones(2), 'b': torch.ones(2)}, 'b'),
-                                            ({'a': torch.ones(2), 'b': torch.ones(3), 'c': torch.ones(1)}, 'c')])
+@pytest.mark.parametrize('other, differs', [
+    ({'a': torch.ones(2)}, 'b'), ({'a': torch.ones(2), 'b': torch.ones(2)}, 'b'),
+    ({'a': torch.ones(2), 'b': torch.ones(3), 'c': torch.ones(1)}, 'c')])
 def test_unlike_checkpoints_have_no_mean(tmp_path, other, differs):
     paths = write(tmp_path, {'a': torch.ones(2), 'b': torch.ones(3)}, other)
-    with pytest.raises(ValueError, match=rf"1.safetensors cannot be averaged .* \['{differs}'\]"): average_weights(paths)
+    with pytest.raises(ValueError, match=rf"1.safetensors cannot be averaged .* \['{differs}'\]"):
+        average_weights(paths)
     with pytest.raises(ValueError, match='cannot be averaged'): average_weights(paths[::-1])
 
 
@@ -204,12 +209,15 @@ def test_a_difference_and_its_chance():
 def test_chance_is_called_significant_in_one_of_twenty():
     "Of equal systems: what a p-value promises."
     references = sentences(80, 9)
-    low = sum(compare(noisy(references, 2*i), noisy(references, 2*i + 1), references, 100).p_value < 0.05 for i in range(100, 160))
+    low = sum(compare(noisy(references, 2*i), noisy(references, 2*i + 1), references, 100).p_value < 0.05
+              for i in range(100, 160))
     assert low <= 9                                      # 3 expected; more than 9 come once in a thousand times
 
 
-@pytest.mark.parametrize('call', [lambda t, r: bleu_interval(t, r, 39), lambda t, r: compare(t, t, r, 1),
-                                  lambda t, r: bleu_interval(t[1:], r), lambda t, r: compare(t, t[1:], r), lambda t, r: compare([], [], [])])
+@pytest.mark.parametrize('call', [
+    lambda t, r: bleu_interval(t, r, 39), lambda t, r: compare(t, t, r, 1),
+    lambda t, r: bleu_interval(t[1:], r), lambda t, r: compare(t, t[1:], r),
+    lambda t, r: compare([], [], [])])
 def test_what_cannot_be_resampled(call):
     references = sentences(5, 0)
     with pytest.raises(ValueError): call(references, references)
@@ -224,7 +232,8 @@ def test_words_are_cut_as_the_literature_has_them(split, n, lang):
     raw, cut = (gzip.open(DATA/folder/f'{split}.{kind}{lang}.gz', 'rt', encoding='utf-8').read().split('\n')[:-1][:n]
                 for folder, kind in (('multi30k', ''), ('multi30k-tok', 'lc.norm.tok.')))
     other = [(a, b, ours) for a, b, ours in zip(raw, cut, lowercased_tokenized(raw, lang), strict=True) if ours != b]
-    assert len(raw) >= 1000 and len(other) <= len(raw)//1000 + (lang == 'de'), other[:5]  # one German sentence of val ends in its quotation otherwise
+    # one German sentence of val ends in its quotation otherwise
+    assert len(raw) >= 1000 and len(other) <= len(raw)//1000 + (lang == 'de'), other[:5]
 
 
 @NEEDS_DATA
@@ -238,9 +247,12 @@ def test_the_published_references_give_the_same_number():
 
 
 @pytest.mark.parametrize('text, lang, cut', [
-    ('', 'en', ''), ('   ', 'de', ''), ("The dogs' ball isn't 'here'.", 'en', "the dogs &apos; ball isn &apos;t &apos; here &apos; ."),
-    ('1,000 of 3, or 4', 'en', '1,000 of 3 , or 4'), ('so... what?!', 'en', 'so ... what ? !'), ('50 % (half) : ok', 'en', '50 % ( half ) : ok'),
-    ('a_b [c] <d> | e & f', 'en', 'a _ b &#91; c &#93; &lt; d &gt; &#124; e &amp; f'), ("L'été, c'est \u00ab bien \u00bb.", 'fr', "l&apos; été , c&apos; est &quot; bien &quot; ."),
+    ('', 'en', ''), ('   ', 'de', ''),
+    ("The dogs' ball isn't 'here'.", 'en', "the dogs &apos; ball isn &apos;t &apos; here &apos; ."),
+    ('1,000 of 3, or 4', 'en', '1,000 of 3 , or 4'), ('so... what?!', 'en', 'so ... what ? !'),
+    ('50 % (half) : ok', 'en', '50 % ( half ) : ok'),
+    ('a_b [c] <d> | e & f', 'en', 'a _ b &#91; c &#93; &lt; d &gt; &#124; e &amp; f'),
+    ("L'été, c'est \u00ab bien \u00bb.", 'fr', "l&apos; été , c&apos; est &quot; bien &quot; ."),
     ('Am 5. Mai um 5.', 'de', 'am 5. mai um 5.'), ('z.B. heute.', 'de', 'z.b. heute .'), ('犬。', 'xx', '犬 。')])
 def test_the_rules_one_by_one(text, lang, cut): assert lowercased_tokenized([text], lang) == [cut]
 
@@ -276,7 +288,8 @@ def test_a_report_is_json_and_holds_every_score():
     assert json.loads(json.dumps(found)) == found
     scores = score(ours, references)
     for name in Scores.__dataclass_fields__: assert found[name] == getattr(scores, name)
-    assert found['against_bleu'] == score(theirs, references).bleu and found['p_value'] == compare(ours, theirs, references, 100).p_value
+    assert (found['against_bleu'] == score(theirs, references).bleu
+            and found['p_value'] == compare(ours, theirs, references, 100).p_value)
     c, r = (sum(len(tokens(text)) for text in side) for side in (ours, references))
     assert found['length_ratio'] == pytest.approx(c / r)
     bare = report(ours, references, samples=0)

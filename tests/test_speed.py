@@ -19,7 +19,8 @@ from annotated_transformer.vocabulary import PAD
 
 SCRIPT = Path(__file__).resolve().parents[1]/'benchmarks/train_speed.py'
 CONFIG = TransformerConfig(vocab_size=50, n_layers=2, d_model=16, d_ff=40, n_heads=2, max_len=32)
-NEEDS_TRANSFORMERS = pytest.mark.skipif(importlib.util.find_spec('transformers') is None, reason="needs the extra 'bench'")
+NEEDS_TRANSFORMERS = pytest.mark.skipif(importlib.util.find_spec('transformers') is None,
+                                        reason="needs the extra 'bench'")
 OTHERS = ['nn.Transformer', pytest.param('Marian', marks=NEEDS_TRANSFORMERS)]
 
 
@@ -72,7 +73,8 @@ def test_the_others_have_our_size_and_both_ways_to_the_loss_agree(speed, batch, 
 
 @pytest.mark.parametrize('name', OTHERS)
 def test_the_others_drop_where_ours_drops(speed, batch, name):
-    model, loss = {'nn.Transformer': speed.torch_transformer, 'Marian': speed.marian}[name](replace(CONFIG, dropout=0.5), False)
+    model, loss = {'nn.Transformer': speed.torch_transformer, 'Marian': speed.marian}[name](
+        replace(CONFIG, dropout=0.5), False)
     dropped = []
     true = nn.functional.dropout
     def counting(x, p=0.5, training=True, inplace=False):
@@ -101,8 +103,9 @@ def test_the_script_writes_a_record(tmp_path):
     code = ('import sys, train_speed as t; from annotated_transformer.transformer import TransformerConfig as C; '
             't.SIZES["tiny"] = t.Size(C(vocab_size=300, n_layers=1, d_model=16, d_ff=16, n_heads=2), 64); t.main()')
     out = tmp_path/'record.json'
-    subprocess.run([sys.executable, '-c', code, '--sizes', 'tiny', '--repeats', '1', '--steps', '1', '--threads', '1', '--device', 'cpu',
-                    '--data-dir', str(tmp_path/'none'), '--out', str(out)], cwd=SCRIPT.parent, check=True, capture_output=True)
+    subprocess.run([sys.executable, '-c', code, '--sizes', 'tiny', '--repeats', '1', '--steps', '1',
+                    '--threads', '1', '--device', 'cpu', '--data-dir', str(tmp_path/'none'), '--out', str(out)],
+                   cwd=SCRIPT.parent, check=True, capture_output=True)
     found = json.loads(out.read_text())['metrics']['tiny']
     assert found['corpus'].startswith('toy-ende') and found['speedup'] > 0 and 0 < found['share_of_floor']
     assert set(found['tokens_per_second']) == set(found['peak_mib']) and found['memory_ratio'] > 0

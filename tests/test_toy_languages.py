@@ -35,9 +35,10 @@ n Küchenfenster -, f Wand -, n Auto Autos, m Bus Busse, m Schulbus Schulbusse, 
 n Zimmer Zimmer, m Garten Gärten, m Park -, m Wald -, f Schule -, f Kirche Kirchen, m Bahnhof -, m See -,
 f Brücke Brücken, m Baum -, m Apfelbaum -, n Dorf Dörfer, m Tag -, m Morgen -, m Abend -, m Sonntag -, f Nacht -,
 m Winter -, m Sommer -, f Woche -, n Hause -'''
-DATIVE_PLURAL = {'Frauen', 'Mädchen', 'Schwestern', 'Tanten', 'Katzen', 'Kaninchen', 'Zeitungen', 'Kuchen', 'Apfelkuchen',
-                 'Suppen', 'Kartoffelsuppen', 'Hemden', 'Jacken', 'Flaschen', 'Tassen', 'Kaffeetassen', 'Lampen', 'Taschen',
-                 'Betten', 'Türen', 'Autos', 'Gärten', 'Kirchen', 'Brücken'}    # these add no -n
+DATIVE_PLURAL = {'Frauen', 'Mädchen', 'Schwestern', 'Tanten', 'Katzen', 'Kaninchen', 'Zeitungen', 'Kuchen',
+                 'Apfelkuchen', 'Suppen', 'Kartoffelsuppen', 'Hemden', 'Jacken', 'Flaschen', 'Tassen',
+                 'Kaffeetassen', 'Lampen', 'Taschen', 'Betten', 'Türen', 'Autos', 'Gärten', 'Kirchen',
+                 'Brücken'}    # these add no -n
 GENDER, PLURAL = {}, {}
 for row in NOUNS.replace('\n', ' ').split(','):
     gender, singular, plural = row.split()
@@ -60,11 +61,12 @@ dat f   der er er  en en er
 dat n   dem em em  en en em
 dat p   den en en  en en en'''.strip().splitlines()) for row in [tuple(row)]}
 MELTED = {'im': 'dat', 'am': 'dat', 'zum': 'dat', 'beim': 'dat', 'vom': 'dat', 'zur': 'dat', 'ins': 'acc'}
-ADJECTIVES = {'klein', 'groß', 'alt', 'jung', 'neu', 'schön', 'rot', 'schwarz', 'weiß', 'gut', 'freundlich', 'kalt', 'warm',
-              'frisch', 'müd', 'hungrig', 'traurig', 'glücklich'}
+ADJECTIVES = {'klein', 'groß', 'alt', 'jung', 'neu', 'schön', 'rot', 'schwarz', 'weiß', 'gut', 'freundlich',
+              'kalt', 'warm', 'frisch', 'müd', 'hungrig', 'traurig', 'glücklich'}
 STRONG, WEAK = ('dies', 'jed', 'all', 'viel'), ('der', 'die', 'das', 'den', 'dem')
 POSSESSIVE = ('ein', 'kein', 'mein', 'unser', 'sein', 'ihr')
-PREPOSITIONS = {'mit': 'dat', 'von': 'dat', 'aus': 'dat', 'zu': 'dat', 'bei': 'dat', 'für': 'acc', 'durch': 'acc', 'um': 'acc'}
+PREPOSITIONS = {'mit': 'dat', 'von': 'dat', 'aus': 'dat', 'zu': 'dat', 'bei': 'dat',
+                'für': 'acc', 'durch': 'acc', 'um': 'acc'}
 
 def adjective_ending(word):
     "Its ending if this is an inflected adjective."
@@ -111,8 +113,9 @@ def noun_phrases(tokens):
 @pytest.mark.parametrize('phrase, agrees', [
     ('der kleine Hund', True), ('den kleinen Hund', True), ('dem kleinen Hund', True), ('der kleiner Hund', False),
     ('ein kleiner Hund', True), ('ein kleine Hund', False), ('den kleinen Hunden', True), ('den kleinen Hunde', False),
-    ('im alten Garten', True), ('im alte Garten', False), ('die Mädchen', True), ('der Mädchen', False), ('kaltes Milch', False),
-    ('unsere alte Katze', True), ('unsere alten Katzen', True), ('unsere alte Katzen', False), ('viele alten Hunde', False)])
+    ('im alten Garten', True), ('im alte Garten', False), ('die Mädchen', True), ('der Mädchen', False),
+    ('kaltes Milch', False), ('unsere alte Katze', True), ('unsere alten Katzen', True),
+    ('unsere alte Katzen', False), ('viele alten Hunde', False)])
 def test_the_agreement_checker_itself(phrase, agrees):
     (_, determiner, ending, noun), = noun_phrases(phrase.split())
     assert bool(list(readings(determiner, ending, noun))) == agrees
@@ -122,7 +125,8 @@ def test_every_noun_phrase_agrees(everything):
     for pair in everything:
         for before, determiner, ending, noun in noun_phrases(pair.tgt_words):
             found = set(readings(determiner, ending, noun))
-            if determiner == 'ihr' and not found: found = set(readings('', ending, noun))      # 'zeigt ihr kleine Hunde'
+            # 'zeigt ihr kleine Hunde'
+            if determiner == 'ihr' and not found: found = set(readings('', ending, noun))
             if before in PREPOSITIONS and noun != 'Hause':
                 found = {(case, column) for case, column in found if case == PREPOSITIONS[before]}
             assert found, f'{before} {determiner} {ending} {noun} in {pair.tgt!r}'
@@ -131,7 +135,8 @@ def test_every_noun_phrase_agrees(everything):
 
 def test_every_capitalised_word_is_a_noun_or_comes_first(everything):
     for pair in everything:
-        for word in pair.tgt_words[1:]: assert word in FORMS or word[0].islower() or not word.isalpha(), (word, pair.tgt)
+        for word in pair.tgt_words[1:]:
+            assert word in FORMS or word[0].islower() or not word.isalpha(), (word, pair.tgt)
 
 def test_subjects_and_verbs_agree(everything):
     endings = {'ich': re.compile('.*(e|bin|kann|muss|darf|will|mag|weiß)$'),
@@ -185,7 +190,8 @@ def test_articles_before_vowels(everything):
         assert not re.search(r'\b[Aa] [aeiou]|\b[Aa]n [^aeiou]', pair.src), pair.src
 
 def test_contractions_are_made(everything):
-    for pair in everything: assert not re.search(r'\b(in|an|bei|von|zu) dem\b|\bzu der\b|\bin das\b', pair.tgt.lower()), pair.tgt
+    for pair in everything:
+        assert not re.search(r'\b(in|an|bei|von|zu) dem\b|\bzu der\b|\bin das\b', pair.tgt.lower()), pair.tgt
 
 def test_alignment_covers_everything_but_german_commas(everything):
     for pair in everything:
@@ -211,7 +217,8 @@ def test_sizes(toy):
     assert SPLITS['train'] == 20_000 and SPLITS['val'] == SPLITS['test'] == 500
 
 def test_no_sentence_is_in_two_splits_whatever_the_seed(toy, everything):
-    assert len({pair.src for pair in everything}) == len(everything) == len({(pair.src, pair.tgt) for pair in everything})
+    assert (len({pair.src for pair in everything}) == len(everything)
+            == len({(pair.src, pair.tgt) for pair in everything}))
     train = {pair.src for pair in toy['train']}
     for split in ('val', 'test', 'test_long', 'test_combinations'):
         assert not train & {pair.src for pair in toy_ende(split, seed=3, n=50)}
@@ -252,7 +259,8 @@ def test_every_phenomenon_is_in_every_split(toy):
         assert all(pair.phenomena <= set(PHENOMENA) for pair in pairs)
 
 def test_phenomena_are_what_they_say(everything):
-    signs = {'nicht': r'\bnicht\b', 'kein': r'\bkeine?[nrm]?\b', 'participle last': r'\b(habe|hat|haben|bin|ist|sind)\b',
+    signs = {'nicht': r'\bnicht\b', 'kein': r'\bkeine?[nrm]?\b',
+             'participle last': r'\b(habe|hat|haben|bin|ist|sind)\b',
              'infinitive last': r'\b(kann|können|muss|müssen|sollten?|darf|dürfen|will|wollen)\b',
              'verb last': r'\b(weil|obwohl|wenn|während|dass)\b'}
     for pair in everything:
@@ -269,7 +277,8 @@ def test_another_process_writes_the_same(toy):
     code = ("import hashlib; from annotated_transformer.toy_languages import toy_ende; print(hashlib.sha256('\\n'.join("
             "f'{p.src}\\t{p.tgt}\\t{p.alignment}' for p in toy_ende('val')).encode()).hexdigest())")
     for hash_seed in ('1', '2'):
-        out = subprocess.run([sys.executable, '-c', code], env={'PYTHONHASHSEED': hash_seed, 'PYTHONPATH': ':'.join(sys.path)},
+        out = subprocess.run([sys.executable, '-c', code],
+                             env={'PYTHONHASHSEED': hash_seed, 'PYTHONPATH': ':'.join(sys.path)},
                              capture_output=True, text=True, check=True).stdout
         assert out.strip() == digest(toy['val'])
 

@@ -1,4 +1,6 @@
-"What the page on training cannot show: a run's folder under odd circumstances, and every setting that shapes the weights."
+"""What the page on training cannot show: a run's folder under odd circumstances,
+and every setting that shapes the weights.
+"""
 import json, math, os, signal, sys
 from dataclasses import replace
 from functools import partial
@@ -6,7 +8,8 @@ from functools import partial
 import pytest, safetensors.torch, torch
 
 from annotated_transformer.batches import BatchLoader
-from annotated_transformer.checkpoints import Progress, checkpoints, cut_log, load_checkpoint, load_model, read_log, save_checkpoint
+from annotated_transformer.checkpoints import (Progress, checkpoints, cut_log, load_checkpoint, load_model,
+                                               read_log, save_checkpoint)
 from annotated_transformer.optimizer import learning_rate, make_optimizer
 from annotated_transformer.training import Interrupted, Objective, TrainConfig, Trainer, timed_log, train_step, validate
 from annotated_transformer.transformer import Transformer, TransformerConfig
@@ -23,7 +26,8 @@ def trainer(out, settings=SETTINGS, **options):
 def weights(model): return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize('limit, steps', [(dict(max_steps=7), 7), (dict(max_epochs=1), None), (dict(max_minutes=1e-9), 1)])
+@pytest.mark.parametrize('limit, steps', [
+    (dict(max_steps=7), 7), (dict(max_epochs=1), None), (dict(max_minutes=1e-9), 1)])
 def test_each_limit_ends_the_run(tmp_path, limit, steps):
     run = trainer(tmp_path, replace(SETTINGS, **limit))
     run.fit()
@@ -40,7 +44,8 @@ def test_seed_decides_everything(tmp_path):
 def test_stopped_anywhere_ends_the_same(tmp_path, stop):
     whole = trainer(tmp_path / 'whole').fit()
     run = trainer(tmp_path / 'stopped')
-    step, run.step = run.step, lambda batches: step(batches) if run.at.step < stop else (_ for _ in ()).throw(KeyboardInterrupt)
+    step, run.step = run.step, lambda batches: (
+        step(batches) if run.at.step < stop else (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt): run.fit()
     resumed = trainer(tmp_path / 'stopped').fit()
     assert torch.equal(weights(whole), weights(resumed))
@@ -50,7 +55,8 @@ def test_a_half_made_checkpoint_is_not_seen(tmp_path):
     run = trainer(tmp_path)
     def fail(model, folder): raise OSError(28, 'No space left on device', str(folder))
     good = save_checkpoint(tmp_path, run.model, run.optimizer, Progress(step=10))
-    with pytest.raises(OSError, match='No space left'): save_checkpoint(tmp_path, run.model, run.optimizer, Progress(step=20), fail)
+    with pytest.raises(OSError, match='No space left'):
+        save_checkpoint(tmp_path, run.model, run.optimizer, Progress(step=20), fail)
     (tmp_path / 'checkpoints' / 'step-00000030.partial').mkdir()
     assert checkpoints(tmp_path) == [good]
     twin = Transformer(CONFIG)
@@ -67,7 +73,8 @@ def test_measured_figures_are_logged_and_leave_training_on(tmp_path):
 def test_validation_counts_tokens(tmp_path):
     model, loader = Transformer(CONFIG), BatchLoader(PAIRS, 40)
     batches = list(loader.epoch(0))
-    assert math.isclose(validate(model, batches), validate(model, list(BatchLoader(PAIRS, 1000).epoch(0))), rel_tol=1e-5)
+    assert math.isclose(validate(model, batches), validate(model, list(BatchLoader(PAIRS, 1000).epoch(0))),
+                        rel_tol=1e-5)
 
 def test_the_saved_model_is_the_one_returned(tmp_path):
     model = trainer(tmp_path).fit()
@@ -83,7 +90,8 @@ def test_cutting_a_log_keeps_what_came_before(tmp_path):
 
 # --- strengths, each through an interruption
 
-STRENGTHS = {'accumulate': dict(accumulate=3), 'ema': dict(ema=0.9), 'r_drop': dict(r_drop=3.0), 'late r_drop': dict(r_drop=3.0, r_drop_from=15), 'bfloat16': dict(precision='bfloat16'),
+STRENGTHS = {'accumulate': dict(accumulate=3), 'ema': dict(ema=0.9), 'r_drop': dict(r_drop=3.0),
+             'late r_drop': dict(r_drop=3.0, r_drop_from=15), 'bfloat16': dict(precision='bfloat16'),
              'best': dict(average_best=True, keep_best=3, average=2), 'plain Adam': dict(fused=False)}
 
 @pytest.mark.parametrize('strength', STRENGTHS)
@@ -91,7 +99,8 @@ def test_every_strength_goes_on_exactly(tmp_path, strength):
     settings = replace(SETTINGS, **STRENGTHS[strength])
     whole = trainer(tmp_path / 'whole', settings).fit()
     run = trainer(tmp_path / 'stopped', settings)
-    step, run.step = run.step, lambda batches: step(batches) if run.at.step < 17 else (_ for _ in ()).throw(KeyboardInterrupt)
+    step, run.step = run.step, lambda batches: (
+        step(batches) if run.at.step < 17 else (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt): run.fit()
     assert torch.equal(weights(trainer(tmp_path / 'stopped', settings).fit()), weights(whole))
     assert (tmp_path / 'whole/log.jsonl').read_bytes() == (tmp_path / 'stopped/log.jsonl').read_bytes()
@@ -100,9 +109,12 @@ def test_every_strength_goes_on_exactly(tmp_path, strength):
         assert (tmp_path / 'whole/log.jsonl').read_bytes() != (tmp_path / 'plain/log.jsonl').read_bytes()
 
 def test_late_r_drop_is_plain_until_then(tmp_path):
-    "Up to its first update with two passes a run is the run without R-Drop, to the last bit; from there on it is another."
+    """Up to its first update with two passes a run is the run without R-Drop, to the last bit;
+    from there on it is another.
+    """
     losses = {}
-    for name, settings in {'plain': {}, 'late': dict(r_drop=3.0, r_drop_from=15), 'never': dict(r_drop=3.0, r_drop_from=30)}.items():
+    for name, settings in {'plain': {}, 'late': dict(r_drop=3.0, r_drop_from=15),
+                           'never': dict(r_drop=3.0, r_drop_from=30)}.items():
         trainer(tmp_path / name, replace(SETTINGS, log_every=1, **settings)).fit()
         losses[name] = [row['loss'] for row in read_log(tmp_path / name / 'log.jsonl') if 'rate' in row]
     assert losses['late'][:15] == losses['plain'][:15] and losses['never'] == losses['plain']
@@ -140,18 +152,21 @@ def test_no_pair_is_lost_when_batches_do_not_divide(tmp_path):
 def test_patience_ends_a_run_and_survives_an_interruption(tmp_path):
     bleus = [1, 2, 5, 4, 3, 5, 9]
     def measured(out):
-        run = trainer(out, replace(SETTINGS, max_steps=500, monitor='val_bleu', patience=3), measure=lambda model: dict(val_bleu=float(bleus[run.at.step // 10 - 1])))
+        run = trainer(out, replace(SETTINGS, max_steps=500, monitor='val_bleu', patience=3),
+                      measure=lambda model: dict(val_bleu=float(bleus[run.at.step // 10 - 1])))
         return run
     run = measured(tmp_path)
     run.fit()
-    assert run.at.step == 60                                                        # three in a row without more than 5; equal is not better
+    # three in a row without more than 5; equal is not better
+    assert run.at.step == 60
     assert [row.get('val_bleu') for row in read_log(tmp_path / 'log.jsonl') if 'val_bleu' in row] == bleus[:6]
     assert {'step-00000030', 'step-00000060'} <= {c.name for c in checkpoints(tmp_path)} # the best, and the last
     again = measured(tmp_path)
     assert again.start().step == 60 and again.done()
 
 def test_a_figure_that_is_not_measured_cannot_be_watched(tmp_path):
-    with pytest.raises(ValueError, match="monitor='val_bleu' is not measured: validation gives val_loss, val_perplexity"):
+    with pytest.raises(ValueError, match="monitor='val_bleu' is not measured: "
+                                         'validation gives val_loss, val_perplexity'):
         trainer(tmp_path, replace(SETTINGS, monitor='val_bleu')).fit()
 
 def test_the_best_checkpoints_are_averaged_when_asked(tmp_path):
@@ -208,7 +223,8 @@ def test_tensorboard_has_the_figures(tmp_path, monkeypatch):
 def test_time_stands_beside_the_log(tmp_path):
     trainer(tmp_path).fit()
     rows = timed_log(tmp_path)
-    assert [{k: v for k, v in row.items() if k not in ('minutes', 'tokens_per_second')} for row in rows] == read_log(tmp_path / 'log.jsonl')
+    assert ([{k: v for k, v in row.items() if k not in ('minutes', 'tokens_per_second')} for row in rows]
+            == read_log(tmp_path / 'log.jsonl'))
     assert all('minutes' in row for row in rows) and all(row['tokens_per_second'] > 0 for row in rows if 'rate' in row)
     assert not any('minutes' in row for row in read_log(tmp_path / 'log.jsonl'))
 

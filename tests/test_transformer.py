@@ -20,9 +20,10 @@ BASE = TransformerConfig(vocab_size=23, n_layers=2, d_model=16, d_ff=28, n_heads
 SWEEP = [replace(BASE, norm=norm, positions=positions, tied=tied, d_k=d_k, d_v=d_v)
          for norm, positions, tied, (d_k, d_v) in product(
              ('post', 'pre'), ('sinusoidal', 'learned'), (True, False), ((None, None), (3, 5), (3, None)))]
-SWEEP += [replace(BASE, norm=norm, positions=positions, d_k=d_k, d_v=d_v, init=init) for norm, positions, (d_k, d_v), init in [
-    ('post', 'alibi', (3, 5), 'glorot'), ('pre', 'alibi', (None, None), 'scaled'), ('post', 'rotary', (None, None), 'scaled'),
-    ('pre', 'rotary', (6, 5), 'glorot')]]
+SWEEP += [replace(BASE, norm=norm, positions=positions, d_k=d_k, d_v=d_v, init=init)
+          for norm, positions, (d_k, d_v), init in [
+              ('post', 'alibi', (3, 5), 'glorot'), ('pre', 'alibi', (None, None), 'scaled'),
+              ('post', 'rotary', (None, None), 'scaled'), ('pre', 'rotary', (6, 5), 'glorot')]]
 SWEEP += [replace(BASE, activation=activation, tied=tied, norm=norm, output_bias=True) for activation, tied, norm in [
     ('swish', True, 'post'), ('gelu', False, 'pre')]]
 SRC = torch.tensor([[11, 12, 13, 14, 15, 16, EOS], [7, 8, 9, EOS, PAD, PAD, PAD]]) # n = 7
@@ -84,7 +85,8 @@ def test_cached_decoding_equals_uncached(model, pieces):
 
 def test_every_parameter_gets_a_gradient(model):
     model.train()
-    loss = torch.nn.functional.cross_entropy(model(SRC, TGT[:, :-1]).flatten(0, 1), TGT[:, 1:].flatten(), ignore_index=PAD)
+    loss = torch.nn.functional.cross_entropy(model(SRC, TGT[:, :-1]).flatten(0, 1), TGT[:, 1:].flatten(),
+                                             ignore_index=PAD)
     loss.backward()
     without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
     assert without == []
@@ -148,7 +150,8 @@ def test_sizes_below_one_are_refused(name, size):
     (dict(n_heads=7, d_k=64), 'd_model=512 is not divisible by n_heads=7'),
     (dict(n_heads=7, d_v=64), 'd_model=512 is not divisible by n_heads=7'),
     (dict(d_model=15, n_heads=5), 'd_model=15 is odd'),
-    (dict(dropout=1.0), 'dropout=1.0'), (dict(dropout=-0.1), 'dropout=-0.1'), (dict(dropout=float('nan')), 'dropout=nan'),
+    (dict(dropout=1.0), 'dropout=1.0'), (dict(dropout=-0.1), 'dropout=-0.1'),
+    (dict(dropout=float('nan')), 'dropout=nan'),
 ], ids=str)
 def test_settings_that_cannot_work_are_refused(settings, words):
     with pytest.raises(ValueError, match=words): TransformerConfig(**settings)
@@ -185,14 +188,16 @@ def test_the_bias_of_the_output_learns_what_autograd_says(tied, r_drop):
     Objective(model, TrainConfig(label_smoothing=0.1, r_drop=r_drop))(batch).backward()
     chunked = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    plain = label_smoothing_loss(model(SRC, batch.tgt_in), batch.tgt_out, 0.1, PAD, 'sum')      # no dropout: both passes of R-Drop are one
+    # no dropout: both passes of R-Drop are one
+    plain = label_smoothing_loss(model(SRC, batch.tgt_in), batch.tgt_out, 0.1, PAD, 'sum')
     plain.backward()
     for name, p in model.named_parameters(): assert_close(chunked[name], p.grad, atol=1e-5, rtol=1e-4, msg=name)
     assert model.output.bias.grad.abs().max() > 0.1
 
 def test_unknown_names_are_refused():
     with pytest.raises(TypeError, match='d_modle'): TransformerConfig(d_modle=512)
-    with pytest.raises(ValueError, match="'huge' is unknown: choose one of mini, tiny, base"): TransformerConfig.preset('huge')
+    with pytest.raises(ValueError, match="'huge' is unknown: choose one of mini, tiny, base"):
+        TransformerConfig.preset('huge')
     with pytest.raises(ValueError, match='n_heads=5'): TransformerConfig.preset('base', n_heads=5)
 
 @pytest.mark.parametrize('name', list(PRESETS))

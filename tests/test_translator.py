@@ -29,17 +29,20 @@ QUICK = dict(beam_size=1, max_extra=3)
 def sentencepiece_tokenizer():
     "As the models of Marian have it, learned here."
     data = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter([text for pair in PAIRS for text in pair]), model_writer=data,
-                                             vocab_size=200, hard_vocab_limit=False, minloglevel=2)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([text for pair in PAIRS for text in pair]), model_writer=data,
+        vocab_size=200, hard_vocab_limit=False, minloglevel=2)
     model = open_spm(data.getvalue())
     pieces = [model.id_to_piece(i) for i in range(len(model)) if not model.is_control(i) and not model.is_unknown(i)]
     return SentencePieceTokenizer([data.getvalue()]*2, [pieces]*2, ('en', 'de'))
 
 def make(kind='bpe', seed=0, **sizes):
     "A small translator that knows nothing and says something."
-    tokenizer = sentencepiece_tokenizer() if kind == 'sentencepiece' else train_tokenizer(kind, PAIRS, ('en', 'de'), vocab_size=300)
+    tokenizer = (sentencepiece_tokenizer() if kind == 'sentencepiece'
+                 else train_tokenizer(kind, PAIRS, ('en', 'de'), vocab_size=300))
     torch.manual_seed(seed)
-    model = Transformer(TransformerConfig(len(tokenizer), **dict(n_layers=1, d_model=16, d_ff=24, n_heads=2, max_len=40, dropout=0.) | sizes))
+    model = Transformer(TransformerConfig(
+        len(tokenizer), **dict(n_layers=1, d_model=16, d_ff=24, n_heads=2, max_len=40, dropout=0.) | sizes))
     for p in model.parameters(): torch.nn.init.normal_(p, std=0.4)
     return Translator(model, tokenizer)
 
@@ -62,14 +65,16 @@ def said_by(run):
 
 # --- streams
 
-@pytest.mark.parametrize('options', [QUICK, dict(beam_size=3, max_extra=3), dict(beam_size=3, max_extra=3, prefix='Der')], ids=str)
+@pytest.mark.parametrize('options', [
+    QUICK, dict(beam_size=3, max_extra=3), dict(beam_size=3, max_extra=3, prefix='Der')], ids=str)
 @pytest.mark.parametrize('read_ahead', [1, 4, 23, 1000])
 def test_a_stream_is_translated_like_a_list(translator, options, read_ahead):
     expected = translator.translate(TEXTS, **options)
     found = translator.translate(iter(TEXTS), read_ahead=read_ahead, **options)
     assert iter(found) is found and list(found) == expected
     assert translator.translate(tuple(TEXTS), **options) == expected
-    assert list(translator.translate((text.encode() + b'\n' for text in TEXTS), read_ahead=read_ahead, **options)) == expected
+    assert list(translator.translate((text.encode() + b'\n' for text in TEXTS),
+                                     read_ahead=read_ahead, **options)) == expected
     assert [translator.translate(text, **options) for text in TEXTS[:5]] == expected[:5]
     assert len(set(expected)) > 5                        # or nothing would show that the order was kept
 
@@ -87,7 +92,8 @@ def test_a_stream_is_read_no_further_than_it_must(translator):
     assert len(read) == 10
 
 def test_long_texts_make_small_chunks():
-    sizes = [[len(text) for text, in chunk] for chunk in chunks((('x' * n,) for n in (3, 3, 3, 20, 1, 9, 9)), 4, letters=10)]
+    sizes = [[len(text) for text, in chunk]
+             for chunk in chunks((('x' * n,) for n in (3, 3, 3, 20, 1, 9, 9)), 4, letters=10)]
     assert sizes == [[3, 3, 3], [20], [1, 9], [9]]
     assert [len(c) for c in chunks(zip(range(10)), 4)] == [4, 4, 2]
 
@@ -105,7 +111,8 @@ def test_one_bad_line_does_not_stop_the_rest(translator):
         assert found == [good[0], '', '', good[1], '', good[2]]
         assert len(said) == 1 and '3 of 6 lines' in said[0] and 'line 2: not UTF-8' in said[0]
     for source in (mixed, iter(mixed)):
-        with pytest.raises(ValueError, match='line 2: not UTF-8'): list(translator.translate(source, on_error='raise', **QUICK))
+        with pytest.raises(ValueError, match='line 2: not UTF-8'):
+            list(translator.translate(source, on_error='raise', **QUICK))
     with pytest.raises(ValueError, match="on_error='ignore'"): translator.translate(TEXTS, on_error='ignore')
 
 def test_what_is_cut_is_said_once(translator):
@@ -116,7 +123,8 @@ def test_what_is_cut_is_said_once(translator):
         assert '2 of 9 sentences had more than the 39 tokens' in said[0]
     assert said_by(lambda: translator.translate(TEXTS, **QUICK))[1] == []
 
-@pytest.mark.parametrize('source, total, shown', [(list, None, '23/23'), (iter, None, '23sentence'), (iter, 23, '23/23')])
+@pytest.mark.parametrize('source, total, shown', [
+    (list, None, '23/23'), (iter, None, '23sentence'), (iter, 23, '23/23')])
 def test_the_bar_counts_sentences(translator, capsys, source, total, shown):
     list(translator.translate(source(['', *TEXTS[1:]]), progress_bar=True, total=total, read_ahead=4, **QUICK))
     assert shown in capsys.readouterr().err
@@ -146,7 +154,8 @@ def test_memory_does_not_grow_with_the_file(folder, translator, tmp_path):
     few, _ = peak_memory(folder, 2_500, tmp_path)        # more than are read ahead
     many, found = peak_memory(folder, 20_000, tmp_path)
     assert found == [expected[i % 23] for i in range(20_000)] + ['']
-    assert many - few < 10, (few, many)                  # 17,500 more lines, kept whole, would be some 10 MiB of ids alone
+    # 17,500 more lines, kept whole, would be some 10 MiB of ids alone
+    assert many - few < 10, (few, many)
 
 @pytest.mark.full
 def test_a_million_lines(folder, translator, tmp_path):
@@ -158,8 +167,9 @@ def test_a_million_lines(folder, translator, tmp_path):
 # --- texts with anything in them
 
 LETTERS = st.characters(exclude_categories=())           # every code point, lone surrogates too
-ODD = st.sampled_from(['', ' ', '\n', '\N{DOG}' * 50, 'שלום', 'مرحبا \u202e', '\x00', '\x1b[2J', '\ud800', 'a' * 2000, '<eos>', '￭', '▁',
-                       '\u2028', '\ufeff', 'e\u0301' * 30, '\U000e0001', '1' * 400, '. ' * 200, '\udfff\ud800', '⁇ <unk>'])
+ODD = st.sampled_from(['', ' ', '\n', '\N{DOG}' * 50, 'שלום', 'مرحبا \u202e', '\x00', '\x1b[2J', '\ud800',
+                       'a' * 2000, '<eos>', '￭', '▁', '\u2028', '\ufeff', 'e\u0301' * 30, '\U000e0001',
+                       '1' * 400, '. ' * 200, '\udfff\ud800', '⁇ <unk>'])
 STRINGS = st.text(LETTERS, max_size=2000) | ODD | st.lists(ODD, max_size=4).map(''.join) | st.sampled_from(TEXTS)
 LIGHT = settings(max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
 HEAVY = settings(max_examples=3000, deadline=None, database=None)
@@ -193,7 +203,8 @@ def test_any_string_through_every_door(either, texts, prefix, beam_size):
         best = either.translate_n_best(texts, n_best=beam_size, beam_size=beam_size, max_extra=2)
         streamed = list(either.translate(iter(texts), beam_size=beam_size, max_extra=2, read_ahead=2))
         forced = either.translate(texts, prefix=prefix, **QUICK)
-        return best, streamed, forced, either.sample(texts, seed=0), either.score(texts, [prefix] * len(texts)), either.attention(texts[0], prefix)
+        return (best, streamed, forced, either.sample(texts, seed=0),
+                either.score(texts, [prefix] * len(texts)), either.attention(texts[0], prefix))
     best, streamed, forced, drawn, scores, maps = said_by(doors)[0]
     assert [ways[0].text for ways in best] == streamed and len(forced) == len(drawn) == len(scores) == len(texts)
     assert all(score <= 0 and math.isfinite(score) for score in scores)
@@ -214,12 +225,14 @@ def test_very_many_strings(either, text): check_any_text(either, text)
 
 def test_several_translations_of_each(translator):
     best = translator.translate_n_best(TEXTS[:4], n_best=3, beam_size=5, max_extra=3)
-    assert [len(ways) for ways in best] == [3] * 4 and all(isinstance(way, Translation) for ways in best for way in ways)
+    assert ([len(ways) for ways in best] == [3] * 4
+            and all(isinstance(way, Translation) for ways in best for way in ways))
     assert [ways[0].text for ways in best] == translator.translate(TEXTS[:4], beam_size=5, max_extra=3)
     for ways in best: assert [way.score for way in ways] == sorted((way.score for way in ways), reverse=True)
     assert list(translator.translate_n_best(iter(TEXTS[:4]), n_best=3, beam_size=5, max_extra=3)) == best
     alone = translator.translate_n_best(TEXTS[0], n_best=3, beam_size=5, max_extra=3)
-    assert [way.text for way in alone] == [way.text for way in best[0]] and alone[0].score == pytest.approx(best[0][0].score, abs=1e-3)
+    assert ([way.text for way in alone] == [way.text for way in best[0]]
+            and alone[0].score == pytest.approx(best[0][0].score, abs=1e-3))
     with pytest.raises(ValueError, match='translate_n_best'): translator.translate(TEXTS, n_best=2)
     with pytest.raises(ValueError, match='n_best=5'): translator.translate_n_best(TEXTS, n_best=5, beam_size=4)
 
@@ -236,7 +249,9 @@ def test_scores_are_those_of_teacher_forcing():
     together = translator.score(src, tgt)
     for source, target, found in zip(src, tgt, together):
         ids = [1, *translator.tokenizer.encode(target)]
-        with torch.no_grad(): logits = translator.model(torch.tensor([translator.tokenizer.encode(source) + [2]]), torch.tensor([ids]))[0]
+        with torch.no_grad():
+            logits = translator.model(torch.tensor([translator.tokenizer.encode(source) + [2]]),
+                                      torch.tensor([ids]))[0]
         logits[:, :2] = -torch.inf                       # PAD and BOS are never written
         expected = logits.log_softmax(-1)[range(len(ids)), [*ids[1:], 2]].sum().item()
         assert found == pytest.approx(expected, abs=1e-3)
@@ -283,7 +298,8 @@ class FakeHub:
         return f'https://hub/{repo_id}'
     def upload_folder(self, repo_id, folder_path, commit_message):
         assert repo_id in self.repos and commit_message
-        self.files = {str(p.relative_to(folder_path)): p.read_bytes() for p in sorted(Path(folder_path).rglob('*')) if p.is_file()}
+        self.files = {str(p.relative_to(folder_path)): p.read_bytes()
+                      for p in sorted(Path(folder_path).rglob('*')) if p.is_file()}
 
 @pytest.mark.parametrize('private', [True, False])
 def test_what_is_put_on_the_hub_is_the_folder(translator, folder, monkeypatch, private):
@@ -296,7 +312,8 @@ def test_what_is_put_on_the_hub_is_the_folder(translator, folder, monkeypatch, p
 def test_the_hub_asks_for_what_the_library_offers():
     import inspect
     from huggingface_hub import HfApi, snapshot_download
-    for function, names in ((HfApi.create_repo, 'repo_id private exist_ok'), (HfApi.upload_folder, 'repo_id folder_path commit_message'),
+    for function, names in ((HfApi.create_repo, 'repo_id private exist_ok'),
+                            (HfApi.upload_folder, 'repo_id folder_path commit_message'),
                             (snapshot_download, 'repo_id revision allow_patterns')):
         assert set(names.split()) <= set(inspect.signature(function).parameters)
 
@@ -321,14 +338,16 @@ ASK = '''
 import sys, time
 from annotated_transformer.translator import Translator
 began = time.monotonic()
-for what in (lambda: Translator.from_pretrained('me/model'), lambda: Translator.load(sys.argv[1]).push_to_hub('me/model'),
+for what in (lambda: Translator.from_pretrained('me/model'),
+             lambda: Translator.load(sys.argv[1]).push_to_hub('me/model'),
              lambda: Translator.from_pretrained('a name/with/too much')):
     try: what()
     except OSError as error: print(error)
 assert time.monotonic() - began < 60
 '''
 
-@pytest.mark.parametrize('refused', [dict(HF_HUB_OFFLINE='1'), dict(HF_ENDPOINT='http://127.0.0.1:9', HF_TOKEN='x')], ids=['offline', 'closed port'])
+@pytest.mark.parametrize('refused', [
+    dict(HF_HUB_OFFLINE='1'), dict(HF_ENDPOINT='http://127.0.0.1:9', HF_TOKEN='x')], ids=['offline', 'closed port'])
 def test_no_way_to_the_hub_is_one_clear_line(folder, tmp_path, refused):
     env = os.environ | dict(HF_HOME=str(tmp_path), HF_HUB_OFFLINE='0') | refused
     done = subprocess.run([sys.executable, '-c', ASK, str(folder)], capture_output=True, text=True, env=env)

@@ -27,7 +27,8 @@ def omniscient(pair, src, tgt):
     "A map, token to token with the end mark, that looks at what each token's word stands for; a comma at the end mark."
     weights = np.zeros((len(tgt) + 1, len(src) + 1))
     for s, t in alignment_links(pair.alignment):
-        weights[np.ix_([i for i, word in enumerate(tgt) if word == t], [i for i, word in enumerate(src) if word == s])] = 1
+        weights[np.ix_([i for i, word in enumerate(tgt) if word == t],
+                       [i for i, word in enumerate(src) if word == s])] = 1
     weights[~weights.any(1), -1] = 1
     return weights/weights.sum(1, keepdims=True)
 
@@ -44,7 +45,8 @@ def test_every_token_finds_its_word(tokenizer):
 def test_a_head_that_knows_the_alignment_reaches_the_ceiling_however_words_are_cut(tokenizer):
     truth, links, late, early = [alignment_links(pair.alignment) for pair in PAIRS], [], [], []
     for pair in PAIRS:
-        src, tgt = numbers(tokenizer, pair.src, 'en', pair.src_words), numbers(tokenizer, pair.tgt, 'de', pair.tgt_words)
+        src, tgt = (numbers(tokenizer, pair.src, 'en', pair.src_words),
+                    numbers(tokenizer, pair.tgt, 'de', pair.tgt_words))
         weights, no = omniscient(pair, src, tgt), [-1]
         links.append(strongest_links(word_weights(weights, tgt + no, src + no)))
         late.append(strongest_links(word_weights(weights, no + tgt, src + no)))
@@ -52,7 +54,8 @@ def test_a_head_that_knows_the_alignment_reaches_the_ceiling_however_words_are_c
     linked = sum(len({t for _, t in sentence}) for sentence in truth)
     right = alignment_scores(links, truth)
     assert right.precision == 1 and right.recall == linked/sum(map(len, truth))
-    for wrong in late, early: assert alignment_scores(wrong, truth).aer > right.aer + 0.05      # a row, or a column, too late
+    # a row, or a column, too late
+    for wrong in late, early: assert alignment_scores(wrong, truth).aer > right.aer + 0.05
 
 def test_marks_alone_letters_that_repeat_and_nothing_at_all():
     assert word_of_token(['▁', 'a', 'a', '▁', 'a', '▁'], ['aa', 'a']) == [0, 0, 0, 1, 1, 1]
@@ -60,8 +63,9 @@ def test_marks_alone_letters_that_repeat_and_nothing_at_all():
     assert word_of_token(['Ġto', 'day'], ['today'], marks='Ġ') == [0, 0]
 
 @pytest.mark.parametrize('tokens, words, said', [
-    (['ab'], ['a'], "spell 'ab', the words 'a'"), (['a'], ['a', 'b'], "spell 'a', the words 'ab'"), (['<eos>'], ['a'], 'spell'),
-    (['a', 'bc'], ['ab', 'c'], "'bc' is more than a piece of the word 'ab'"), (['a'], [], 'spell')])
+    (['ab'], ['a'], "spell 'ab', the words 'a'"), (['a'], ['a', 'b'], "spell 'a', the words 'ab'"),
+    (['<eos>'], ['a'], 'spell'), (['a', 'bc'], ['ab', 'c'], "'bc' is more than a piece of the word 'ab'"),
+    (['a'], [], 'spell')])
 def test_tokens_that_are_no_pieces_of_the_words(tokens, words, said):
     with pytest.raises(ValueError, match=said): word_of_token(tokens, words)
 
@@ -77,7 +81,8 @@ def test_word_weights_keep_what_a_row_gives_away():
 
 @pytest.mark.parametrize('shape, queries, keys, said', [
     ((3,), [0], [0], r'shape \(3,\)'), ((2, 3), [0], [0, 1, 2], '1 numbers of words for 2 queries'),
-    ((2, 3), [0, 1], [0, 1], '2 numbers of words for 3 keys'), ((2, 3), [1, 1], [0, 1, 2], 'word 0 has no token among the queries')])
+    ((2, 3), [0, 1], [0, 1], '2 numbers of words for 3 keys'),
+    ((2, 3), [1, 1], [0, 1, 2], 'word 0 has no token among the queries')])
 def test_word_weights_of_what_does_not_fit(shape, queries, keys, said):
     with pytest.raises(ValueError, match=said): word_weights(np.ones(shape), queries, keys)
 
@@ -117,11 +122,13 @@ def test_pointing_sees_each_head_and_sentence_by_itself():
 
 @pytest.mark.parametrize('figure', [head_habits, favourite_offset, lambda maps: points_at(maps, [[(0, 0)]])])
 def test_maps_without_their_layers_are_refused(figure):
-    with pytest.raises(ValueError, match=r'shape \(2, 3, 3\), not \(layers, heads, queries, keys\)'): figure([np.ones((2, 3, 3))])
+    with pytest.raises(ValueError, match=r'shape \(2, 3, 3\), not \(layers, heads, queries, keys\)'):
+        figure([np.ones((2, 3, 3))])
 
 def test_heads_are_drawn_with_their_figures():
     import matplotlib.pyplot as plt
     ax = plot_heads(torch.tensor([[0.126, -1.]]), 'one layer', vmin=-1, vmax=1)
-    assert [t.get_text() for t in ax.texts] == ['0.13', '-1.00'] and [t.get_text() for t in ax.get_xticklabels()] == ['0', '1']
+    assert ([t.get_text() for t in ax.texts] == ['0.13', '-1.00']
+            and [t.get_text() for t in ax.get_xticklabels()] == ['0', '1'])
     with pytest.raises(ValueError, match='3 labels for 2 columns'): plot_heads([[1., 2.]], 'too many', heads='abc')
     plt.close('all')

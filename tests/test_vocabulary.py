@@ -1,4 +1,6 @@
-"What the vocabulary page cannot show: other processes, full disks, any string at all, and real text where it is at hand."
+"""What the vocabulary page cannot show: other processes, full disks, any string at all,
+and real text where it is at hand.
+"""
 import gzip
 import json
 import os
@@ -18,13 +20,15 @@ from annotated_transformer.losses import linear_cross_entropy
 from annotated_transformer.optimizer import make_optimizer
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.transformer import Transformer, TransformerConfig
-from annotated_transformer.vocabulary import (BOS, EOS, PAD, SPECIALS, UNK, BytePairDropout, BytePairTokenizer, Vocabulary,
-                                              WordTokenizer, build_vocab_from_iterator, dropout_pairs, load_tokenizer,
-                                              load_vectors, normalize, read_vectors, train_tokenizer, use_vectors, write_whole)
+from annotated_transformer.vocabulary import (BOS, EOS, PAD, SPECIALS, UNK, BytePairDropout, BytePairTokenizer,
+                                              Vocabulary, WordTokenizer, build_vocab_from_iterator,
+                                              dropout_pairs, load_tokenizer, load_vectors, normalize,
+                                              read_vectors, train_tokenizer, use_vectors, write_whole)
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get('ANNOTATED_TRANSFORMER_MULTI30K') or ROOT.parent/'shared/data/multi30k')
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason='no Multi30k: set ANNOTATED_TRANSFORMER_MULTI30K to its folder')
+needs_data = pytest.mark.skipif(not DATA.is_dir(),
+                                reason='no Multi30k: set ANNOTATED_TRANSFORMER_MULTI30K to its folder')
 LANGS = 'en', 'de'
 
 
@@ -67,7 +71,8 @@ def test_any_string_has_ids(tokenizer):
 def test_decode_takes_what_a_model_gives(tokenizer):
     ids = tokenizer.encode('The dog sleeps.', 'en')
     text = tokenizer.decode(ids)
-    for row in ([BOS, *ids, EOS, PAD, PAD], [BOS, *ids, EOS, *ids], [PAD, *ids], torch.tensor([BOS, *ids, EOS]), tuple(ids)):
+    for row in ([BOS, *ids, EOS, PAD, PAD], [BOS, *ids, EOS, *ids], [PAD, *ids],
+                torch.tensor([BOS, *ids, EOS]), tuple(ids)):
         assert tokenizer.decode(row) == text
     assert tokenizer.decode([]) == tokenizer.decode([EOS]) == tokenizer.decode([BOS, EOS, *ids]) == ''
     assert tokenizer.decode([UNK]) == '⁇'
@@ -122,7 +127,8 @@ def test_round_trips_of_real_text(kind, pair):
     tokenizer = train_tokenizer(kind, corpus['val'], corpus.langs, 100_000, min_freq=1)
     for side, lang in enumerate(corpus.langs):
         texts = [p[side] for p in corpus['val']]
-        for text, ids in zip(texts, tokenizer.encode_batch(texts, lang)): assert tokenizer.decode(ids) == normalize(text)
+        for text, ids in zip(texts, tokenizer.encode_batch(texts, lang)):
+            assert tokenizer.decode(ids) == normalize(text)
 
 
 @needs_data
@@ -147,9 +153,11 @@ def pieces():
 
 def test_no_dropout_is_the_library_on_any_string(pieces):
     rng = random.Random(0)
-    kinds = [range(0x80), range(0x250), range(0x3000), range(0xd700, 0xe100), range(0x1f300, 0x1f700), range(sys.maxunicode + 1)]
+    kinds = [range(0x80), range(0x250), range(0x3000),
+             range(0xd700, 0xe100), range(0x1f300, 0x1f700), range(sys.maxunicode + 1)]
     strings = [''.join(chr(rng.choice(kind)) for _ in range(rng.randrange(30))) for kind in kinds for _ in range(60)]
-    strings += ['', ' ', '▁', '▁▁a', '_', 'a▁b', '中中文', 'x中x文中x', 'aaaaaaa', 'Ha'*50, ' '.join(SPECIALS), '<eos>'*3, 'e\u0301', '\0']
+    strings += ['', ' ', '▁', '▁▁a', '_', 'a▁b', '中中文', 'x中x文中x', 'aaaaaaa', 'Ha'*50,
+                ' '.join(SPECIALS), '<eos>'*3, 'e\u0301', '\0']
     strings += [text for p in toy_ende('test', n=200) for text in (p.src, p.tgt)]
     assert BytePairDropout(pieces, 0.0).encode_batch(strings) == pieces.encode_batch(strings)
     letters = BytePairDropout(pieces, 1.0).encode_batch(strings)
@@ -186,9 +194,12 @@ def exact_cuts(state, merges, p):
 
 
 def queue_cuts(state, merges, p):
-    "The same for the library: a queue, to which what was left out returns whenever something is taken, even a pair that is gone."
+    """The same for the library: a queue, to which what was left out returns whenever something is taken,
+    even a pair that is gone.
+    """
     memory = {}
-    def entry(left, right, i): return [(merges[left, right][0], i, merges[left, right][1])] if (left, right) in merges else []
+    def entry(left, right, i):
+        return [(merges[left, right][0], i, merges[left, right][1])] if (left, right) in merges else []
     def follow(row, queue):                       # a row keeps its places; what was merged away is None
         if (row, queue) in memory: return memory[row, queue]
         found = Counter({tuple(i for i in row if i is not None): p**len(queue)})
@@ -219,7 +230,9 @@ def far(counts, expected):
 
 @pytest.mark.parametrize('p', [0.1, 0.5])
 def test_the_probabilities_are_those_of_the_paper(pieces, p):
-    "Against the calculation; the library against a calculation of what it does instead, and both for words where they are one."
+    """Against the calculation; the library against a calculation of what it does instead,
+    and both for words where they are one.
+    """
     from tokenizers import Tokenizer
     ours, rust, n, same = BytePairDropout(pieces, p), Tokenizer.from_str(pieces.model.to_str()), 5000, 0
     rust.model.dropout = p
@@ -248,7 +261,8 @@ epoch_pairs = dropout_pairs(pairs, load_tokenizer(sys.argv[1]), ('en', 'de'), 20
 for epoch in map(int, sys.argv[2].split()): ids = epoch_pairs(epoch)
 print(ids)
 '''
-    runs = [python(code, tmp_path/'t.json', epochs, PYTHONHASHSEED=seed) for epochs, seed in (('0 1 2', '0'), ('2', '7'), ('1', '0'))]
+    runs = [python(code, tmp_path/'t.json', epochs, PYTHONHASHSEED=seed)
+            for epochs, seed in (('0 1 2', '0'), ('2', '7'), ('1', '0'))]
     assert all(run.returncode == 0 for run in runs), runs[0].stderr
     assert runs[0].stdout == runs[1].stdout != runs[2].stdout       # epoch 2 is epoch 2, whatever came before
 
@@ -268,7 +282,8 @@ def test_a_memory_that_is_too_small_changes_nothing(pieces, pairs):
 
 
 def test_dropout_that_cannot_be(pieces, pairs):
-    with pytest.raises(ValueError, match="kind 'words' has none"): dropout_pairs(pairs, train_tokenizer('words', pairs, LANGS), LANGS)
+    with pytest.raises(ValueError, match="kind 'words' has none"):
+        dropout_pairs(pairs, train_tokenizer('words', pairs, LANGS), LANGS)
     for p in (-0.1, 1.5, float('nan')):
         with pytest.raises(ValueError, match='from 0 to 1'): BytePairDropout(pieces, p)
     with pytest.raises(ValueError, match='no room beside'): dropout_pairs(pairs, pieces, LANGS, 1)
@@ -281,7 +296,8 @@ WORDS = WordTokenizer([*SPECIALS, 'the', 'dog', '￭.', 'Haus', 'unseen'], LANGS
 
 def write_vectors(path, rows, header=False, end='\n'):
     "Rows of [word, numbers …] as a file of vectors; gzipped if its name says so."
-    data = (f'{len(rows)} {len(rows[0]) - 1}{end}' if header else '') + ''.join(' '.join(map(str, row)) + end for row in rows)
+    data = ((f'{len(rows)} {len(rows[0]) - 1}{end}' if header else '')
+            + ''.join(' '.join(map(str, row)) + end for row in rows))
     path.write_bytes(gzip.compress(data.encode()) if path.suffix == '.gz' else data.encode())
     return path
 
@@ -300,17 +316,22 @@ def test_vectors_in_every_format(tmp_path, name, header, end):
 
 
 def test_the_first_of_two_alike(tmp_path):
-    path = write_vectors(tmp_path/'v.txt', [['HAUS', 0, 1], ['Haus', 1, 0], ['Haus', 5, 5], ['DOG', 2, 0], ['Dog', 0, 2], ['<unk>', 8, 8], ['<eos>', 8, 8]])
+    path = write_vectors(tmp_path/'v.txt', [
+        ['HAUS', 0, 1], ['Haus', 1, 0], ['Haus', 5, 5], ['DOG', 2, 0], ['Dog', 0, 2],
+        ['<unk>', 8, 8], ['<eos>', 8, 8]])
     ids, rows = load_vectors(path, WORDS, 2)
-    assert ids == [5, 7] and rows[0, 1] == rows[1, 1] == 0          # the spelling itself; else the commonest that is alike
+    # the spelling itself; else the commonest that is alike
+    assert ids == [5, 7] and rows[0, 1] == rows[1, 1] == 0
 
 
 @pytest.mark.parametrize('data, said', [
     (b'', 'is empty'), (b'\n', 'line 1'), (b'the 1 2\ndog 1\n', "line 2: a word and 2 numbers expected, not b'dog 1'"),
-    (b'the 1 2\n\ndog 1 2\n', 'line 2'), (b'the 1 2\ndog 1 2 3\n', 'line 2'), (b'the 1 2\ndog 1 two\n', "line 2.*b'two'"),
-    (b'the 1 2\ndog 1 inf\n', 'line 2.*finite'), (b'the 1 2 3\n', 'line 1.*3 numbers.*d_model=2'), (b'5 300\n', 'd_model=2'),
-    (b'the cat sat\n', 'line 1'), (b'other 1 2\n', 'of another language'), (b'the 0 0\n', 'another language'), (b'7 2\n', 'another language'),
-    (b'\xff\xfe 1 2\n', 'another language'), (gzip.compress(b'the 1 2\n'*99, mtime=0)[:-5], 'damaged gzip'),
+    (b'the 1 2\n\ndog 1 2\n', 'line 2'), (b'the 1 2\ndog 1 2 3\n', 'line 2'),
+    (b'the 1 2\ndog 1 two\n', "line 2.*b'two'"), (b'the 1 2\ndog 1 inf\n', 'line 2.*finite'),
+    (b'the 1 2 3\n', 'line 1.*3 numbers.*d_model=2'), (b'5 300\n', 'd_model=2'),
+    (b'the cat sat\n', 'line 1'), (b'other 1 2\n', 'of another language'), (b'the 0 0\n', 'another language'),
+    (b'7 2\n', 'another language'), (b'\xff\xfe 1 2\n', 'another language'),
+    (gzip.compress(b'the 1 2\n'*99, mtime=0)[:-5], 'damaged gzip'),
     (gzip.compress(b'the 1 2\n'*99, mtime=0)[:20] + b'x'*20, 'damaged gzip')])
 def test_a_file_that_holds_no_vectors(tmp_path, data, said):
     (tmp_path/'v.txt').write_bytes(data)
@@ -338,7 +359,8 @@ print(load_vectors(sys.argv[1], tokenizer, 50)[0], resource.getrusage(resource.R
 def test_a_model_that_starts_from_vectors(tied, freeze, tmp_path):
     "What came stays if it is frozen, what did not come learns, and a second file leaves the first alone."
     torch.manual_seed(0)
-    model = Transformer(TransformerConfig(vocab_size=len(WORDS), n_layers=1, d_model=16, d_ff=16, n_heads=2, dropout=0.0, tied=tied))
+    model = Transformer(TransformerConfig(vocab_size=len(WORDS), n_layers=1, d_model=16, d_ff=16, n_heads=2,
+                                          dropout=0.0, tied=tied))
     drawn = model.src_embed.weight.detach().clone()
     rng = np.random.default_rng(0)
     english = write_vectors(tmp_path/'en.txt', [['the', *(40*rng.normal(size=16))], ['dog', *(40*rng.normal(size=16))]])
@@ -375,7 +397,8 @@ def test_words_of_tokens(pieces):
 def test_save_and_load(tokenizer, tmp_path):
     loaded = load_tokenizer(tokenizer.save(tmp_path/'tokenizer.json'))
     assert type(loaded) is type(tokenizer) and loaded.langs == LANGS and len(loaded) == len(tokenizer)
-    for text in ('The <eos> dog￭ isn\'t "old".', '', '中 ▁'): assert loaded.encode(text, 'en') == tokenizer.encode(text, 'en')
+    for text in ('The <eos> dog￭ isn\'t "old".', '', '中 ▁'):
+        assert loaded.encode(text, 'en') == tokenizer.encode(text, 'en')
     assert loaded.save(tmp_path/'again.json').read_bytes() == (tmp_path/'tokenizer.json').read_bytes()
 
 
@@ -423,7 +446,8 @@ for kind in ('bpe', 'words'): train_tokenizer(kind, pairs, ('en', 'de'), 300).sa
 
 def test_a_light_import():
     "Neither tokenizer's library is loaded before it is needed."
-    done = python('import sys, annotated_transformer.vocabulary\nprint({"spacy", "tokenizers", "torch"} & set(sys.modules))')
+    done = python('import sys, annotated_transformer.vocabulary\n'
+                  'print({"spacy", "tokenizers", "torch"} & set(sys.modules))')
     assert done.stdout.strip() == 'set()', done.stderr
 
 
@@ -505,7 +529,8 @@ def test_torchtext_names():
 
 def test_ids_do_not_depend_on_the_order_of_sentences():
     lines = [['x', 'y'], ['y', 'z'], ['a']]
-    assert build_vocab_from_iterator(lines).get_itos() == build_vocab_from_iterator(lines[::-1]).get_itos() == ['y', 'a', 'x', 'z']
+    assert (build_vocab_from_iterator(lines).get_itos() == build_vocab_from_iterator(lines[::-1]).get_itos()
+            == ['y', 'a', 'x', 'z'])
     assert build_vocab_from_iterator(lines, max_tokens=2, specials=['y'], special_first=False).get_itos() == ['a', 'y']
     assert len(Vocabulary()) == 0
 
@@ -514,4 +539,5 @@ def test_ids_do_not_depend_on_the_order_of_sentences():
     (dict(kind='letters'), 'known are bpe, words'), (dict(vocab_size=4), 'no room'), (dict(vocab_size=-1), 'no room'),
     (dict(min_freq=0), 'at least 1'), (dict(pairs=[]), 'no sentence pairs'), (dict(vocab_size=10), 'too small')])
 def test_settings_that_cannot_be(options, said, pairs):
-    with pytest.raises(ValueError, match=said): train_tokenizer(**dict(dict(kind='bpe', pairs=pairs, langs=LANGS), **options))
+    with pytest.raises(ValueError, match=said):
+        train_tokenizer(**dict(dict(kind='bpe', pairs=pairs, langs=LANGS), **options))

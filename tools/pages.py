@@ -4,7 +4,8 @@
 masthead       write the address of settings.ini into every page: its Colab badge, and the cell that installs there
 run [NAME …]   execute pages in place, one after the other (all of them by default), and clean them
 readme         write README.md from the front page, with the results that it stores
-check          change nothing: say what a masthead, an export, a clean or a readme would alter, and what no page may hold
+check          change nothing: say what a masthead, an export, a clean or a readme would alter,
+               and what no page may hold
 """
 import argparse, difflib, json, os, re, shutil, subprocess, sys, tempfile, time
 from configparser import ConfigParser
@@ -143,7 +144,8 @@ def faults(path):
     if any(o['output_type'] == 'error' for o in outputs): yield 'a cell ends in a stored error'
     if any(SKIPPED.search(c['source']) for c in nb['cells']): yield 'a cell is kept from the tests'
     title = next(c['source'] for c in nb['cells'] if c['cell_type'] == 'markdown')
-    if re.search(r'^[-*] ', title, re.M): yield 'a list in the title cell, which nbdev takes for settings: give it its own'
+    if re.search(r'^[-*] ', title, re.M):
+        yield 'a list in the title cell, which nbdev takes for settings: give it its own'
     if any(c['cell_type'] == 'raw' for c in nb['cells']): yield 'a raw cell, which could switch the tests off'
     if found := MACHINE_PATH.search(text):
         yield f"an output names a machine's path: {text[max(found.start() - 40, 0):found.end() + 30]!r}"
