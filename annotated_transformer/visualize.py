@@ -44,7 +44,9 @@ def _labels(labels, n, what):
 def _ticks(ax, across, down):
     "Write words at columns and rows; long ones lie along the columns."
     ax.locator_params(integer=True)              # rows and columns have whole numbers, unless they have words
-    if across: ax.set_xticks(range(len(across)), across, rotation=90 if sum(map(len, across)) > 24 else 0)
+    if across:
+        upright = len(across) * max(map(len, across)) > 24
+        ax.set_xticks(range(len(across)), across, rotation=90 if upright else 0)
     if down: ax.set_yticks(range(len(down)), down)
 
 # %% ../nbs/30_attention_maps.ipynb #09-24aba9
@@ -69,7 +71,7 @@ def plot_heatmap(
     if values.ndim != 2: raise ValueError(f'a heat map needs a matrix (rows, columns), not shape {values.shape}')
     rows, columns = values.shape
     labels = _labels(xticks, columns, 'columns'), _labels(yticks, rows, 'rows')
-    ax = _axes(ax, (min(8, 2.2 + 0.25*columns), min(4.5, 1.4 + 0.25*rows)))
+    ax = _axes(ax, (min(8, 2.2 + 0.25*columns), min(8 if yticks else 4.5, 1.4 + 0.25*rows)))
     if signed:
         vmax = float(np.abs(values).max()) if vmax is None else vmax
         vmin = -vmax

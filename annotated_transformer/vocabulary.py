@@ -166,7 +166,7 @@ def write_whole(
 UNKNOWN = '⁇'
 
 class Tokenizer:
-    "What both kinds of tokenizer share. Ids 0 to 3 are `SPECIALS`."
+    "What all kinds of tokenizer share. Ids 0 to 3 are `SPECIALS`."
     kind: str = ''               # its name in files and on the command line
     langs: tuple[str, ...] = ()  # (source language, target language)
 
