@@ -79,6 +79,10 @@ class Evaluate:
     def __call__(self) -> None:
         if (self.translations is None) != (self.references is None):
             raise ValueError('--translations and --references go together: one is missing')
+        if self.translations and (self.model or self.split != 'test'):
+            raise ValueError('--translations are there already: leave --model and --split out')
+        for path in filter(None, (self.output, self.plot)):
+            if path.is_dir() or not path.parent.is_dir(): raise ValueError(f'{path}: no file can be written there')
         if self.plot and self.plot.suffix not in PICTURES:
             raise ValueError(f'{self.plot} names no kind of picture: end it in {", ".join(PICTURES)}')
         name, translations, references, figures, groups = self.given() if self.translations else self.translated()
@@ -109,7 +113,7 @@ class Evaluate:
         tokens = sum(len(row) + 1 for row in translator.tokenizer.encode_batch(translations, corpus.langs[1]))
         figures = dict(perplexity=translator.perplexity(sources, references), seconds=round(seconds, 2),
                        sentences_per_second=round(len(sources)/seconds, 2), tokens_per_second=round(tokens/seconds, 1))
-        toy = corpus.name == 'toy-ende' and corpus.langs == ('en', 'de')
+        toy = corpus.name == 'toy-ende' and corpus.langs == ('en', 'de') and self.split != 'train' # may be cleaned
         return (f'{corpus.name} {self.split}', translations, references, figures,
                 phenomenon_scores(self.split, translations) if toy else {})
 
@@ -169,13 +173,15 @@ class Average:
     out: Path | None = None         # the new folder; RUN/averaged-last-N or RUN/averaged-best-N unless given
     n: int = 5                      # checkpoints averaged
     best: bool = False              # the best by the run's own validations, instead of the last
-    monitor: Literal['val_loss', 'val_bleu'] = 'val_loss' # which figure says what is best
+    monitor: Literal['val_loss', 'val_bleu'] | None = None # with --best: which figure says so, val_loss unless given
 
     def __call__(self) -> None:
+        if self.n < 1: raise ValueError(f'--n {self.n}: average one checkpoint at least')
+        if self.monitor and not self.best: raise ValueError('--monitor says what is best: give --best as well')
         found, kind = checkpoints(self.run), 'best' if self.best else 'last'
         if self.best:
             wanted = [checkpoint_name(Progress(step))
-                      for step in best_steps(read_log(self.run / 'log.jsonl'), self.monitor, self.n)]
+                      for step in best_steps(read_log(self.run / 'log.jsonl'), self.monitor or 'val_loss', self.n)]
             found = [folder for folder in found if folder.name in wanted]
         if len(found) < self.n:
             raise ValueError(f'{self.run} keeps {len(found)} of its {self.n} {kind} checkpoints: '
@@ -200,7 +206,11 @@ class Translate:
         if self.text and self.input: raise ValueError('give sentences or --input, not both')
         with contextlib.ExitStack() as stack:
             source, total, ahead = list(self.text), None, 2048
-            if self.input: source, total = stack.enter_context(open(self.input, 'rb')), count_lines(self.input)
+            if self.input:
+                source = stack.enter_context(open(self.input, 'rb'))
+                if self.input.is_file(): total = count_lines(self.input) # a pipe can be read once
+            elif not source and sys.stdin is None:
+                raise ValueError('there is no standard input: give sentences, or a file with --input')
             elif not source: source, ahead = iter(sys.stdin.buffer), 1 if sys.stdin.isatty() else 256
             translator = Translator.load(self.model or SHIPPED)
             out = (stack.enter_context(whole_file(self.output, 'x', encoding='utf-8', newline='\n'))
@@ -301,18 +311,26 @@ def peek(args: list[str], *names: str) -> dict[str, str]:
     "The values of some flags, read before the rest: they decide what the other flags' defaults are."
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in names: parser.add_argument(f'--{name}')
-    with contextlib.redirect_stderr(io.StringIO()): found = vars(parser.parse_known_args(args)[0])
+    found = {}
+    # of a flag without a value is told later
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+        found = vars(parser.parse_known_args(args)[0])
     return {name: value for name, value in found.items() if value is not None}
 
 def own_corpus(model: str | Path) -> CorpusConfig:
-    "The corpus that a model was trained on, as its `training.json` tells."
-    return CorpusConfig(**made_of(model).get('run', {}).get('corpus', {}))
+    "The corpus that a model was trained on, as its `training.json` tells. Raises ValueError if that tells of none."
+    try: return CorpusConfig(**made_of(model).get('run', {}).get('corpus', {}))
+    except (TypeError, AttributeError) as error:
+        about = Path(model) / 'training.json'
+        raise ValueError(f'{about} tells of no corpus ({error}): choose one with --corpus') from None
 
 def made_of(model: str | Path) -> dict:
     "What a model's `training.json` holds; nothing if there is none. Raises ValueError that names a damaged one."
     about = Path(model) / 'training.json'
-    try: return json.loads(about.read_text('utf-8')) if about.is_file() else {}
+    try: made = json.loads(about.read_text('utf-8')) if about.is_file() else {}
     except ValueError as error: raise ValueError(f'{about} is damaged: {error}') from None
+    if not isinstance(made, dict): raise ValueError(f'{about} is damaged: it holds a {type(made).__name__}')
+    return made
 
 # %% ../nbs/42_command_line.ipynb #18-aa3ac5
 def parse(args: list[str]):
@@ -322,7 +340,7 @@ def parse(args: list[str]):
     train = Train(TransformerRun(**vars(default_run(None, asked.get('preset'), recipe))),
                   Path('runs', asked.get('recipe') or asked.get('corpus', 'toy-ende')))
     model = asked.get('model', SHIPPED)
-    corpus = CorpusConfig() if 'corpus' in asked else own_corpus(model)
+    corpus = own_corpus(model) if args[:1] == ['evaluate'] and 'corpus' not in asked else CorpusConfig()
     decoding = decoding_of(made_of(model), Path(model) / 'training.json')
     def command(cls, name, *default):
         return Annotated[cls, tyro.conf.subcommand(name, **{'default': d for d in default})]
@@ -341,9 +359,9 @@ def parse(args: list[str]):
 
 def said(box: str) -> str:
     "The sentence in tyro's error box, whose first line is a title and whose frame depends on the terminal."
-    lines = [line.strip('│─- ') for line in box.splitlines()[1:]]
-    text = ' '.join(line for line in lines if line and line[0] not in '╭╰' and not line.startswith('For full helptext'))
-    return re.sub(r'^Error parsing \S+: ', '', text)
+    lines = [line.strip('│ ') for line in box.splitlines()[1:]]
+    text = ' '.join(line for line in lines if line.strip('─- ') and line[0] not in '╭╰')
+    return re.sub(r'^Error parsing \S+: | *For full helptext.*', '', text)
 
 # %% ../nbs/42_command_line.ipynb #21-90deaf
 def main(args: list[str] | None = None) -> None:

@@ -3,8 +3,8 @@
 # %% auto #0
 __all__ = ['Pairs', 'REASONS', 'MULTI30K', 'MIRRORS', 'MULTI30K_LANGS', 'MULTI30K_LINES', 'SHA256', 'WMT14_LANGS', 'WMT14_SPLITS',
            'CORPORA', 'READS', 'Corpus', 'stream_lines', 'decode_line', 'read_lines', 'zip_lines', 'Seen', 'fault',
-           'clean', 'cleaned', 'check_some', 'table_rows', 'is_numbered', 'read_tsv', 'hold_out', 'cache_dir',
-           'check_sha256', 'get', 'download', 'read_multi30k', 'Stream', 'stream_files', 'stream_tsv',
+           'clean', 'cleaned', 'check_some', 'table_rows', 'is_numbered', 'table_pairs', 'read_tsv', 'hold_out',
+           'cache_dir', 'check_sha256', 'get', 'download', 'read_multi30k', 'Stream', 'stream_files', 'stream_tsv',
            'hold_out_lowest', 'wmt14_files', 'stream_wmt14', 'CorpusConfig', 'check_langs', 'multi30k', 'toy_corpus',
            'copy_corpus', 'put_aside', 'files_corpus', 'tsv_corpus', 'stream_corpus', 'large_files', 'large_tsv',
            'wmt14', 'load_corpus', 'with_extra']
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from http.client import HTTPException
-from itertools import chain, compress, islice, zip_longest
+from itertools import compress, islice, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -191,7 +191,8 @@ def table_rows(
     for number, line in enumerate(lines, 1):
         if first and (setting := re.fullmatch('#([a-z ]+):(.*)', line)): anki[setting[1]] = setting[2].lower()
         elif line.strip():
-            row, first = next(csv.reader([line], delimiter='\t')) if anki else line.split('\t'), False
+            try: row, first = next(csv.reader([line], delimiter='\t')) if anki else line.split('\t'), False
+            except csv.Error as error: raise ValueError(f'{path}, line {number}: {error}') from None
             if len(row) < 2: raise ValueError(f'{path}, line {number}: one column where source, tab, target should be')
             yield number, [html.unescape(re.sub('<[^>]*>', ' ', c)) for c in row] if anki.get('html') == 'true' else row
     if first: raise ValueError(f'{path} is empty: it has settings only')
@@ -200,14 +201,27 @@ def is_numbered(row: list[str]) -> bool:
     "Whether a row is number, source, number, target."
     return len(row) > 3 and row[0].isdecimal() and row[2].isdecimal()
 
+def table_pairs(
+    lines: Iterable[str],
+    path: str | Path, # for the error
+) -> Iterator[tuple[str, str]]:
+    """Pairs of a table, numbered if its first row is.
+
+    Raises ValueError that names file and line, also for a row that lacks numbers where the first has them.
+    """
+    numbered = None
+    for number, row in table_rows(lines, path):
+        if numbered is None: numbered = is_numbered(row)
+        if numbered and not is_numbered(row):
+            raise ValueError(f'{path}, line {number}: no numbers before its sentences, as all rows before have')
+        yield (row[1], row[3]) if numbered else (row[0], row[1])
+
 def read_tsv(
     path: str | Path,          # a UTF-8 table, gzipped if its name ends in .gz
     data: bytes | None = None, # what is in it, if that has been read already
 ) -> Pairs:
     "Pairs from a table. Raises ValueError that names file and line."
-    rows = [row for _, row in table_rows(read_lines(path, data), path)]
-    numbered = all(map(is_numbered, rows))
-    return [(row[1], row[3]) if numbered else (row[0], row[1]) for row in rows]
+    return list(table_pairs(read_lines(path, data), path))
 
 # %% ../nbs/11_corpora.ipynb #25-fa2926
 def hold_out(
@@ -222,7 +236,7 @@ def hold_out(
     random.Random(seed).shuffle(groups)
     for name, size in sizes.items():
         size, taken = min(size, len(pairs) // 10), []
-        while len(taken) < size: taken += groups.pop()
+        while groups and len(taken) < size: taken += groups.pop()
         splits[name] = [pairs[i] for i in sorted(taken)]
     return splits | {'train': [pairs[i] for i in sorted(i for group in groups for i in group)]}
 
@@ -376,17 +390,8 @@ def stream_files(src: str | Path, tgt: str | Path) -> Iterator[tuple[str, str]]:
         yield pair
 
 def stream_tsv(path: str | Path) -> Iterator[tuple[str, str]]:
-    """Pairs of a table.
-
-    Whether its sentences are numbered, the first thousand rows say; ValueError names a later one that differs.
-    """
-    rows = table_rows(stream_lines(path), path)
-    first = list(islice(rows, 1000))
-    numbered = all(is_numbered(row) for _, row in first)
-    for number, row in chain(first, rows):
-        if numbered and not is_numbered(row):
-            raise ValueError(f'{path}, line {number}: no numbers before its sentences, as all rows before have')
-        yield (row[1], row[3]) if numbered else (row[0], row[1])
+    "Pairs from a table, one at a time. Raises ValueError that names file and line."
+    yield from table_pairs(stream_lines(path), path)
 
 # %% ../nbs/11_corpora.ipynb #56-f2083a
 def hold_out_lowest(
@@ -441,7 +446,11 @@ def stream_wmt14(
     rows = (load_dataset(kind, data_files=files, split='train', streaming=True) if files
             else load_dataset('wmt/wmt14', name, split=split))
     for part in rows.iter(batch_size=1000):
-        yield from ((row[langs[0]], row[langs[1]]) for row in part['translation'])
+        for row in part.get('translation') or [{}]:
+            if not row.keys() >= {*langs}:
+                raise ValueError(f'{split} of wmt14 holds {" and ".join(row) or "no translations"}, '
+                                 f'not {" and ".join(langs)}')
+            yield row[langs[0]], row[langs[1]]
 
 # %% ../nbs/11_corpora.ipynb #45-54b222
 CORPORA = ('copy', 'toy-ende', 'multi30k', 'files', 'tsv', 'wmt14')

@@ -20,6 +20,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from .checkpoints import as_json, fill, whole
+from .decoding import DecodingConfig
 from .layers import ACTIVATIONS, Decoder, Encoder
 from .positions import SinusoidalPositions, sinusoids
 from .recurrent import RecurrentConfig
@@ -354,7 +355,10 @@ def import_marian(
     try: model = marian_model(path, weights, c, rows)
     except TypeError as error: raise ValueError(f'{folder}/config.json: {error}') from None
     about = c | read_json(folder, 'generation_config.json', needed=False)     # older folders have it all in config.json
-    decoding = dict(alpha=float(about.get('length_penalty', 1)), length_offset=0.0, beam_size=about.get('num_beams', 4))
+    about = dict(length_penalty=1.0, num_beams=4) | {k: x for k, x in about.items() if x is not None}
+    decoding = dict(alpha=float(about['length_penalty']), length_offset=0.0, beam_size=about['num_beams'])
+    try: DecodingConfig(**decoding)
+    except ValueError as error: raise ValueError(f'{folder}/generation_config.json: {error}') from None
     training = dict(decoding=decoding, imported=dict(marian=c.get('_name_or_path') or folder.name))
     with whole(out) as partial: ModelFolder(model, tokenizer, training).save(partial)
     return out

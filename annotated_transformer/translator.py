@@ -79,7 +79,8 @@ class Account:
         self.read += 1
         try:
             if isinstance(what, str): return what
-            if isinstance(what, bytes): return what.decode('utf-8')
+            if isinstance(what, bytes): # some editors put a mark before UTF-8
+                return what.removeprefix(b'\xef\xbb\xbf' if self.read == 1 else b'').decode('utf-8')
             problem = f'{type(what).__name__} is no text'
         except UnicodeDecodeError as error: problem = f'not UTF-8 ({error.reason} at byte {error.start})'
         if self.strict: raise ValueError(f'line {self.read}: {problem}')

@@ -10,6 +10,7 @@ __all__ = ['PAD', 'BOS', 'EOS', 'UNK', 'SPECIALS', 'SURROGATES', 'JOINER', 'UNKN
 # %% ../nbs/12_vocabulary.ipynb #02-60cf7b
 import base64
 import contextlib
+import errno
 import gzip
 import json
 import math
@@ -138,8 +139,15 @@ def whole_file(
     mode: str = 'xb', # of `open`, as all other options
     **options,
 ): # yields an open file that takes the place of `path` at the end of the `with`
-    "Write a file bit by bit, and yet whole or not at all: on any failure the old one stays. Raises OSError."
+    """Write a file bit by bit, and yet whole or not at all: on any failure the old one stays.
+
+    A device or a pipe is written to as it is. Raises OSError, before anything is written for a folder.
+    """
     path = Path(os.path.realpath(path))
+    if path.is_dir(): raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():
+        with open(path, mode.replace('x', 'w'), **options) as file: yield file
+        return
     temporary = path.with_name(f'.{secrets.token_hex(8)}.tmp')
     try:
         with open(temporary, mode, **options) as file:

@@ -344,3 +344,15 @@ def test_the_record_is_of_the_bugs_on_the_page(monkeypatch):
         run = bugs.run(names, bug, seed=0, steps=40)
         assert (len(run['losses']) == (0 if bug == 'used before assigned' else 2)
                 and (run['written'] is None) == (not run['losses']))
+
+
+def test_weights_that_are_all_alike_average_as_well():
+    def mean(states): return {k: sum(s[k] for s in states)/len(states) for k in states[0]}
+    states = [{'norm.weight': torch.full((4,), x), 'scale': torch.tensor([x])} for x in (0.1, 0.3, 0.7)]
+    check_averaging(mean, states).raise_if_failed()
+    assert check_averaging(lambda states: states[-1], states).failed == ['mean']
+
+
+def test_padding_may_have_an_id_that_is_no_word():
+    loss = torch.nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=-100, reduction='sum')
+    check_label_smoothing(loss, 0.1, pad=-100).raise_if_failed()

@@ -93,8 +93,8 @@ def test_columns_beyond_the_second(tmp_path):
     def read(text): return read_tsv(write(tmp_path/'x.tsv', text))
     assert read('a\tb\r\nc\td\r\n') == read('a\tb\tCC\nc\td\tBY\t2\n') == [('a', 'b'), ('c', 'd')]
     assert read('1\ta\t2\tb\n3\tc\t4\td\n') == [('a', 'b'), ('c', 'd')]
-    # numbers in every row, or they are text
-    assert read('1\ta\t2\tb\nthree\tc\t4\td\n') == [('1', 'a'), ('three', 'c')]
+    assert read('one\ta\t2\tb\n3\tc\t4\td\n') == [('one', 'a'), ('3', 'c')]     # the first row says whether they count
+    with pytest.raises(ValueError, match=r'x\.tsv, line 2: no numbers'): read('1\ta\t2\tb\n3\tc\t\td\n')
     assert read('"a"\t"b\n') == [('"a"', '"b')]                                      # quotes are text outside of Anki
     assert read('#1\tnumber one\n') == [('#1', 'number one')]
 
@@ -458,3 +458,12 @@ def test_a_flipped_bit(tmp_path):
     write(tmp_path/'val.en.gz', bytes(data))
     shutil.copy(DATA/'val.de.gz', tmp_path)
     with pytest.raises(ValueError, match='corrupted'): load_corpus('multi30k', data_dir=tmp_path)['val']
+
+
+def test_a_long_field_of_an_anki_export_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r'x\.txt, line 2: field larger'):
+        read_tsv(write(tmp_path/'x.txt', '#html:true\n' + 140_000*'a' + '\tb\n'))
+
+
+def test_one_source_sentence_alone_cannot_be_held_out(tmp_path):
+    with pytest.raises(ValueError): load_corpus('tsv', tsv=write(tmp_path/'x.tsv', 20*'a\tb\n'), held_out=2)['train']
