@@ -31,7 +31,7 @@ def pad_rows(
     "One rectangle from ragged rows, as wide as the longest of them."
     start, lengths = int(first is not None), np.array([len(row) for row in rows], dtype=np.int64)
     ends = start + lengths
-    width = max(width, ends.max(initial=start) + (last is not None)) if len(rows) else width
+    width = max(width, ends.max(initial=start) + (last is not None))
     padded = np.full((max(height, len(rows)), width), PAD, dtype=np.int64)
     real, places = padded[:len(rows)], np.arange(width)
     if len(rows):
@@ -143,7 +143,8 @@ def check_lengths(lengths, max_tokens: int, multiple: int = 1) -> np.ndarray: # 
     larger = round_up(lengths.max(1), multiple)
     if len(larger) and larger.max() > max_tokens:
         i = int(np.argmax(larger > max_tokens))
-        raise ValueError(f'pair {i} has {larger[i]} positions, more than max_tokens={max_tokens}: '
+        rounded = f' ({larger[i]} as a multiple of {multiple})' if multiple > 1 else ''
+        raise ValueError(f'pair {i} has {lengths[i].max()} positions{rounded}, more than max_tokens={max_tokens}: '
                          'allow more tokens, or cut sentences shorter (max_len)')
     return lengths
 

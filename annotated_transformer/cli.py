@@ -79,6 +79,7 @@ class Evaluate:
     def __call__(self) -> None:
         if (self.translations is None) != (self.references is None):
             raise ValueError('--translations and --references go together: one is missing')
+        if self.decoding.n_best != 1: raise ValueError('one translation of each sentence is scored: leave --n-best out')
         if self.translations and (self.model or self.split != 'test'):
             raise ValueError('--translations are there already: leave --model and --split out')
         for path in filter(None, (self.output, self.plot)):

@@ -485,7 +485,11 @@ class CorpusConfig:
             raise ValueError(f'unknown corpus {self.corpus!r}: known are {", ".join(CORPORA)}')
         if not re.fullmatch(r'[A-Za-z_]+-[A-Za-z_]+', self.pair):
             raise ValueError(f"pair must be two languages, such as 'en-de', not {self.pair!r}")
+        if self.corpus == 'copy' and self.pair != 'en-de':
+            raise ValueError(f'corpus copy has no languages: leave pair={self.pair!r} out')
         if self.held_out < 1: raise ValueError(f'held_out must be positive, not {self.held_out}')
+        if self.held_out != 1000 and self.corpus not in ('files', 'tsv'):
+            raise ValueError(f'corpus {self.corpus} has its own val and test: leave held_out={self.held_out} out')
         if self.max_words is not None and self.max_words < 1:
             raise ValueError(f'max_words must be positive, not {self.max_words}')
         if self.max_ratio is not None and not self.max_ratio >= 1:

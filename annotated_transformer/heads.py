@@ -163,7 +163,7 @@ class HardConcrete(nn.Module):
     def __init__(
         self,
         n: int,              # gates
-        start: float = 2.,   # log alpha at first: about 3 % of the draws are 0, and two thirds are 1
+        start: float = 2.,   # log alpha at first: about 3 % of the draws are 0, and 60 % are 1
         beta: float = 2/3,   # temperature: the lower, the fewer draws lie between 0 and 1
         low: float = -0.1,   # the draws are stretched from here ...
         high: float = 1.1,   # ... to here, and then cut off at 0 and 1

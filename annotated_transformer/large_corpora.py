@@ -167,7 +167,7 @@ def in_parallel(
     tasks: Iterable[tuple],
     num_proc: int, # processes besides this one; 1: none, the work is done here
 ) -> Iterator[dict]: # what `work` returns, in the order of the tasks
-    "Work through tasks, no more than two for each process being under way."
+    "Work through tasks, no more than two for each process being under way. Raises ChildProcessError if one is killed."
     if num_proc == 1:
         yield from map(work, tasks)
         return
@@ -180,8 +180,8 @@ def in_parallel(
                 if len(under_way) == 2*num_proc: yield under_way.popleft().result()
             while under_way: yield under_way.popleft().result()
         except BrokenProcessPool as error:
-            raise RuntimeError('a process that encodes was killed, perhaps for want of memory: '
-                               'try a smaller num_proc') from error
+            raise ChildProcessError('a process that encodes was killed, perhaps for want of memory: '
+                                    'try a smaller num_proc') from error
         finally:
             for future in under_way: future.cancel()
 

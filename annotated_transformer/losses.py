@@ -25,7 +25,8 @@ def label_smoothing_loss(
     if logits.dtype in (torch.bfloat16, torch.float16): logits = logits.float() # 8 bits are too few for a sum over v
     counted = torch.ones_like(targets, dtype=torch.bool) if ignore_index is None else targets != ignore_index
     right = logits.gather(-1, targets.where(counted, 0).long().unsqueeze(-1)).squeeze(-1)
-    loss = logits.logsumexp(-1) - (1 - smoothing)*right - smoothing*logits.mean(-1)
+    loss = logits.logsumexp(-1) - (1 - smoothing)*right
+    if smoothing: loss = loss - smoothing*logits.mean(-1) # 0 times the logit of a forbidden word is no number
     loss = loss.where(counted, 0)
     if reduction == 'none': return loss
     return loss.sum() if reduction == 'sum' else loss.sum() / counted.sum().clamp(min=1)

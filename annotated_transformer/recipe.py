@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'MADE', 'LIMITS', 'RunConfig', 'recipe_for', 'default_run', 'differences', 'settings', 'with_defaults',
-           'course', 'finished', 'claim', 'run_tokenizer', 'evaluate', 'versions', 'open_run', 'training_ids',
-           'new_model', 'train_translator', 'what_went_wrong', 'phenomenon_scores']
+           'course', 'held_settings', 'finished', 'claim', 'run_tokenizer', 'evaluate', 'versions', 'open_run',
+           'training_ids', 'new_model', 'train_translator', 'what_went_wrong', 'phenomenon_scores']
 
 # %% ../nbs/24_en_de.ipynb #02-24368d
 import json, os, platform, re, shutil
@@ -121,11 +121,18 @@ def course(held: dict) -> dict:
     held = with_defaults(held)
     return held | dict(training={name: value for name, value in held['training'].items() if name not in LIMITS})
 
+def held_settings(path: Path) -> dict:
+    "The settings in a run's `run.json` or `training.json`. Raises ValueError that names a damaged file."
+    try:
+        held = json.loads(path.read_text('utf-8'))
+        return with_defaults(held['run'] if path.name == 'training.json' else held)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f'{path} is damaged: {error!r}; --overwrite starts anew') from None
+
 def finished(out: Path, config: RunConfig) -> bool:
     "Whether the folder holds this run, ended at these very limits."
     made = out / 'training.json'
-    return (made.is_file()
-            and with_defaults(json.loads(made.read_text('utf-8'))['run']) == with_defaults(settings(config)))
+    return made.is_file() and held_settings(made) == with_defaults(settings(config))
 
 def claim(
     out: Path,
@@ -140,7 +147,7 @@ def claim(
     if not held.is_file() and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f'{out} exists and holds no run: choose another --out')
     if held.is_file() and not overwrite:
-        found = differences(course(json.loads(held.read_text('utf-8'))), course(settings(config)))
+        found = differences(course(held_settings(held)), course(settings(config)))
         if found: raise ValueError(f'{out} holds a run with other settings ({"; ".join(found)}): '
                                    'choose another --out, or --overwrite to start anew')
     for path in (out / name for name in MADE if overwrite):

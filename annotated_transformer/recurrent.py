@@ -79,7 +79,9 @@ class RecurrentEncoder(nn.Module):
         lengths: Int[Tensor, "b"],    # of the sentences, end mark included
     ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "l b d"], Float[Tensor, "l b d"]]:
         "The memory, and each layer's last output and cell state; both directions side by side."
-        if not len(x): return x, *x.new_zeros(2, self.lstm.num_layers, 0, x.size(2)) # nobody to read
+        if not len(x): # nobody to read; zero gradients all the same: processes add up what each one has (page 41)
+            x = x + 0 * sum(p.sum() for p in self.parameters())
+            return x, *x.new_zeros(2, self.lstm.num_layers, 0, x.size(2))
         packed = pack_padded_sequence(x, lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False)
         out, last = self.lstm(packed)
         memory = pad_packed_sequence(out, batch_first=True, total_length=x.size(1))[0]

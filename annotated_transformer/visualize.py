@@ -113,8 +113,8 @@ def plot_mask(
     "Where looking is allowed. Raises ValueError unless the mask is boolean and one picture."
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
-    if 'bool' not in str(getattr(mask, 'dtype', np.asarray(mask).dtype)):
-        raise ValueError(f'a mask is boolean, not {mask.dtype if hasattr(mask, "dtype") else type(mask)}')
+    if not hasattr(mask, 'dtype'): mask = np.asarray(mask)
+    if 'bool' not in str(mask.dtype): raise ValueError(f'a mask is boolean, not {mask.dtype}')
     values = _array(mask)
     while values.ndim > 2 and values.shape[0] == 1: values = values[0]
     if values.ndim != 2: raise ValueError(f'a mask of shape {values.shape} is more than one picture: choose a sentence')
@@ -394,9 +394,10 @@ def _vega(version): # of Vega-Lite, as vl-convert writes it
     return vl_convert.javascript_bundle(vl_version=version)
 
 def _write_whole(path, text):
-    "Write a file whole, or leave what was there. Raises FileNotFoundError without the folder, OSError."
+    "Write a file whole, or leave what was there. Raises OSError: FileNotFoundError without the folder, for instance."
     if not path.parent.is_dir():
         raise FileNotFoundError(f'{path.name} cannot be saved: there is no folder {path.parent}')
+    if path.is_dir(): raise IsADirectoryError(f'{path} is a folder: give the name of a file in it')
     temporary = path.with_name(f'.{secrets.token_hex(8)}.tmp')
     try:
         with open(temporary, 'x', encoding='utf-8', errors='replace') as file:

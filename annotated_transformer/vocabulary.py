@@ -9,6 +9,7 @@ __all__ = ['PAD', 'BOS', 'EOS', 'UNK', 'SPECIALS', 'SURROGATES', 'JOINER', 'UNKN
 
 # %% ../nbs/12_vocabulary.ipynb #02-60cf7b
 import base64
+import codecs
 import contextlib
 import errno
 import gzip
@@ -510,6 +511,7 @@ def read_vectors(
         with opener(path, 'rb') as file:
             for number, line in enumerate(file, 1):
                 line = line.rstrip(b' \r\n')
+                if number == 1: line = line.removeprefix(codecs.BOM_UTF8)
                 if number == 1 and _is_header(line, d_model): continue
                 word, *numbers = line.rsplit(b' ', d_model)      # from the right: some published words contain a space
                 if len(numbers) < d_model or _is_number(word.rpartition(b' ')[2]) and b' ' in word:

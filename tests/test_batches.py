@@ -212,6 +212,7 @@ def test_empty_sentences_and_empty_corpora():
             and batch.tgt.tolist() == [[BOS, EOS], [BOS, EOS]] and batch.n_tokens == 2)
     assert len(BatchLoader([], 10)) == 0 and list(BatchLoader([], 10).epoch(0)) == []
     assert collate([]).src.shape == (0, 1) and collate([]).tgt_in.shape == (0, 1) and pad_rows([]).dtype == torch.long
+    assert pad_rows([], BOS, EOS).shape == (0, 2)
 
 
 @pytest.mark.parametrize('max_tokens', [0, -5, 3])

@@ -171,6 +171,7 @@ def test_every_decoding_setting_is_a_flag(trained, capsys, fails):
           'the dog runs .', ''])
     rows = [line.split('\t') for line in capsys.readouterr().out.splitlines()]
     assert [row[0] for row in rows] == ['1', '1', '2'] and float(rows[0][1]) >= float(rows[1][1])
+    assert 'leave --n-best out' in fails('evaluate', '--model', trained, '--n-best', '2')
     assert 'n_best=5' in fails('translate', '--model', trained, '--n-best', '5', 'hello')
 
 def test_a_models_own_decoding_settings_are_the_defaults(trained, tmp_path, capsys, fails):

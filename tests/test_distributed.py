@@ -70,6 +70,12 @@ def test_each_process_has_a_dropout_of_its_own_and_the_run_repeats(tmp_path, alo
     assert (first / 'log.jsonl').read_bytes() == (second / 'log.jsonl').read_bytes()
     assert losses(first) != losses(alone)[:10]
 
+def test_a_run_that_patience_has_ended_ends_again_when_it_is_started_again(tmp_path):
+    "All processes know that it has ended, not the one alone that reads the log."
+    for _ in range(2):
+        train(tmp_path, '--patience', '1', '--peak-rate', '0.5', '--warmup', '1', '--save-every', '5', processes=2)
+    assert rows(tmp_path)[-1]['step'] < 50
+
 def test_a_killed_process_is_replaced_and_the_run_ends_where_it_should(tmp_path, together):
     whole, out = together[0], tmp_path / 'run'
     run = subprocess.Popen(command(out, '--dropout', '0', processes=2, restarts=2), env=environment(),

@@ -75,6 +75,11 @@ def test_logits_that_overflow():
     close(r_drop_loss(500*h1, 500*h2, w, y, 0.1, 5.0), plain_r_drop(500*h1, 500*h2, w, y, 0.1, 5.0))
 
 
+def test_without_smoothing_a_forbidden_word_costs_nothing():
+    logits = torch.tensor([[0., 0., -torch.inf]])
+    close(label_smoothing_loss(logits, torch.tensor([1]), 0.), torch.tensor(2.).log())
+
+
 def test_r_drop_in_16_bits():
     h1, h2, w, _, y = case(n=300, d=32, v=400, dtype=torch.float32)
     exact = torch.autograd.grad(plain_r_drop(h1, h2, w, y, 0.1, 5.0), (h1, h2, w))

@@ -128,6 +128,11 @@ def test_early_stopping_on_bleu(table, tmp_path):
     translator = train(config, tmp_path / 'run')
     assert translator.training['progress']['step'] == 4            # BLEU 0, and 0 again
 
+@pytest.mark.parametrize('text', ['{}', '[]', '{"model": ', '3'])
+def test_a_damaged_file_of_settings_is_named(table, tmp_path, text):
+    (tmp_path / 'run.json').write_text(text)
+    with pytest.raises(ValueError, match='run.json is damaged: .*--overwrite'): claim(tmp_path, run(table))
+
 def test_a_run_is_its_settings(table, tmp_path):
     config = run(table, val_sentences=5)
     train(config, tmp_path / 'run')

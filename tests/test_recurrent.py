@@ -140,6 +140,10 @@ def test_sources_of_nothing_and_batches_of_nobody():
     assert_close(logits[1:], model(torch.tensor([[7, EOS]]), torch.tensor([[BOS, 5]])))
     assert beam_search(model, torch.zeros(0, 4, dtype=torch.long)) == []
     assert model(torch.zeros(0, 4, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)).shape == (0, 3, 30)
+    hidden = model.states(torch.zeros(0, 4, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long))
+    model.output(hidden).sum().backward() # a share of nobody has gradients of zero, not none (page 41)
+    assert all((p.grad == 0).all() for p in model.parameters())
+    assert score_translations(model, torch.zeros(0, 4, dtype=torch.long), []).shape == (0,)
 
 def test_weights_are_shares_of_the_source_and_never_of_padding():
     model, src, tgt = new(), sources(7, 3), sources(5, 5)

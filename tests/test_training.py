@@ -164,6 +164,11 @@ def test_patience_ends_a_run_and_survives_an_interruption(tmp_path):
     again = measured(tmp_path)
     assert again.start().step == 60 and again.done()
 
+def test_nothing_to_train_or_to_validate_on_is_told(tmp_path):
+    model, some, none = Transformer(CONFIG), BatchLoader(PAIRS, 40), BatchLoader([], 40)
+    with pytest.raises(ValueError, match='no batch to train on'): Trainer(model, none, list(some.epoch(0)), SETTINGS, tmp_path)
+    with pytest.raises(ValueError, match='no batch to validate on'): Trainer(model, some, [], SETTINGS, tmp_path)
+
 def test_a_figure_that_is_not_measured_cannot_be_watched(tmp_path):
     with pytest.raises(ValueError, match="monitor='val_bleu' is not measured: "
                                          'validation gives val_loss, val_perplexity'):
@@ -220,6 +225,19 @@ def test_tensorboard_has_the_figures(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"pip install 'annotated_transformer\[tensorboard\]'"):
         trainer(tmp_path / 'without', replace(SETTINGS, tensorboard=True))
 
+def test_tensorboard_sees_no_step_twice_and_loses_none(tmp_path):
+    "Three steps after its checkpoint a run dies; the part that goes on takes their place."
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    settings = replace(SETTINGS, tensorboard=True, log_every=1)
+    run = trainer(tmp_path, settings)
+    step, run.step = run.step, lambda batches: (
+        step(batches) if run.at.step < 13 else (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt): run.fit()
+    def steps(): return [e.step for e in EventAccumulator(str(tmp_path / 'tensorboard')).Reload().Scalars('loss')]
+    assert steps() == list(range(1, 14))
+    trainer(tmp_path, settings).fit()
+    assert steps() == list(range(1, 31))
+
 def test_time_stands_beside_the_log(tmp_path):
     trainer(tmp_path).fit()
     rows = timed_log(tmp_path)
@@ -234,3 +252,46 @@ def test_a_run_that_goes_on_tells_the_time_left_from_where_it_went_on(tmp_path):
     going_on.reporter.progress_bar = True
     going_on.fit()
     assert going_on.reporter.bar.initial == pytest.approx(20 / 30) and going_on.reporter.bar.n == 1
+
+
+# --- how a run ends
+
+def finals(out): return [row for row in read_log(out / 'log.jsonl') if 'val_loss_last' in row]
+
+def test_a_run_that_goes_on_logs_its_last_figures_too(tmp_path):
+    "The figures of the candidates stand at the end of both parts; ending once more adds nothing."
+    trainer(tmp_path, replace(SETTINGS, max_steps=20)).fit()
+    for _ in range(2): trainer(tmp_path).fit()
+    trainer(tmp_path / 'straight').fit()
+    assert [row['step'] for row in finals(tmp_path)] == [20, 30]
+    assert finals(tmp_path)[-1] == finals(tmp_path / 'straight')[-1]
+
+def test_the_best_candidate_with_a_moving_average_is_what_was_validated(tmp_path):
+    "The rate is far too high, so the best validation lies before the last, and is the moving average's."
+    settings = replace(SETTINGS, ema=0.8, keep_best=1, peak_rate=0.3, max_steps=60)
+    trainer(tmp_path, settings).fit()
+    rows = [row for row in read_log(tmp_path / 'log.jsonl') if 'val_loss' in row]
+    assert finals(tmp_path)[-1]['val_loss_best'] == min(row['val_loss'] for row in rows) < rows[-1]['val_loss']
+
+def test_weights_whose_loss_is_no_number_are_not_kept(tmp_path, monkeypatch):
+    "The last update leaves finite weights whose outputs are not: the best checkpoint before it is the model."
+    monkeypatch.setattr('annotated_transformer.training.learning_rate',
+                        lambda step, *how: 1e30 if step == 11 else learning_rate(step, *how))
+    run = trainer(tmp_path, replace(SETTINGS, max_steps=11))
+    model, last = run.fit(), finals(tmp_path)[-1]
+    assert math.isnan(last['val_loss_last']) and validate(model, run.val_batches) == last['val_loss_best']
+
+def test_a_run_without_any_number_ends_with_what_it_has(tmp_path, monkeypatch):
+    monkeypatch.setattr('annotated_transformer.training.validate', lambda *_: math.nan)
+    run = trainer(tmp_path, replace(SETTINGS, patience=1))
+    model = run.fit()
+    assert run.at.step == 20 # two validations, and nothing better than nothing
+    assert torch.equal(weights(load_model(tmp_path)), weights(model))
+
+def test_a_first_line_that_was_torn_is_written_again(tmp_path):
+    (tmp_path / 'log.jsonl').write_text('{"step": 0, "dro')
+    run = trainer(tmp_path)
+    run.reporter.once(dict(dropped_blank=3))
+    run.fit()
+    rows = read_log(tmp_path / 'log.jsonl')
+    assert rows[0] == dict(step=0, epoch=0, dropped_blank=3) and [row['step'] for row in rows].count(0) == 1
