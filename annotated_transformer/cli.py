@@ -336,9 +336,9 @@ def made_of(model: str | Path) -> dict:
 # %% ../nbs/42_command_line.ipynb #18-aa3ac5
 def parse(args: list[str]):
     "The command that the arguments ask for, filled in. Raises ValueError that says what cannot be understood."
-    asked = peek(args, 'corpus', 'preset', 'model', 'recipe')
+    asked = peek(args, 'corpus', 'preset', 'model', 'recipe', 'start-from')
     recipe = asked.get('recipe') or recipe_for(asked.get('corpus', 'toy-ende'))
-    train = Train(TransformerRun(**vars(default_run(None, asked.get('preset'), recipe))),
+    train = Train(TransformerRun(**vars(default_run(None, asked.get('preset'), recipe, asked.get('start_from')))),
                   Path('runs', asked.get('recipe') or asked.get('corpus', 'toy-ende')))
     model = asked.get('model', SHIPPED)
     corpus = own_corpus(model) if args[:1] == ['evaluate'] and 'corpus' not in asked else CorpusConfig()

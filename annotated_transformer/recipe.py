@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['RECIPES', 'MADE', 'LIMITS', 'RunConfig', 'recipe_for', 'default_run', 'differences', 'settings', 'with_defaults',
            'course', 'held_settings', 'finished', 'claim', 'run_tokenizer', 'evaluate', 'versions', 'open_run',
-           'training_ids', 'new_model', 'train_translator', 'what_went_wrong', 'phenomenon_scores']
+           'training_ids', 'new_model', 'begin_with', 'train_translator', 'what_went_wrong', 'phenomenon_scores']
 
 # %% ../nbs/24_en_de.ipynb #02-24368d
 import json, os, platform, re, shutil
@@ -23,7 +23,7 @@ from .large_corpora import open_pairs, tokenizer_for
 from .recurrent import RecurrentConfig
 from .scoring import Scores, score, score_groups
 from .toy_languages import toy_ende
-from .checkpoints import build, save_model
+from .checkpoints import build, fill, load_model, save_model
 from .distributed import World
 from .training import TrainConfig, Trainer
 from .transformer import TransformerConfig
@@ -42,8 +42,11 @@ class RunConfig:
     bpe_dropout: float = 0.0 # share of merges left out at random, anew in every epoch (page 12); 0: none
     vectors: Path | None = None # word vectors to start from, in GloVe's or fastText's text format (page 12)
     freeze_vectors: bool = False # keep them as they are
+    start_from: Path | None = None # a trained model's folder: its weights and its vocabulary are where the run begins
 
     def __post_init__(self):
+        if self.start_from and self.vectors:
+            raise ValueError('start_from brings embeddings of its own: leave vectors out')
         if not 0 <= self.bpe_dropout < 1:
             raise ValueError(f'bpe_dropout={self.bpe_dropout} must be at least 0 and below 1')
         if self.bpe_dropout and self.corpus.large:
@@ -58,8 +61,8 @@ class RunConfig:
             raise ValueError("monitor='val_bleu' needs a BLEU at each validation: set val_sentences, to 200 say")
 
 # %% ../nbs/24_en_de.ipynb #08-6108ba
-_CAPTIONS = dict(preset='tiny', model=dict(vocab_size=10_000, dropout=0.2, norm='pre'),
-                training=dict(max_tokens=2048, warmup=400, peak_rate=4e-3, max_epochs=80, save_every=250, average=10))
+_CAPTIONS = dict(preset='tiny', model=dict(vocab_size=10_000, dropout=0.3, norm='pre'),
+                training=dict(max_tokens=2048, warmup=400, peak_rate=4e-3, max_epochs=55, save_every=250, average=10))
 RECIPES = {
     'copy': dict(corpus=dict(corpus='copy'), preset='mini', tokenizer='words', model=dict(vocab_size=100),
                  training=dict(max_tokens=1024, warmup=200, peak_rate=4e-3, max_epochs=8)),
@@ -81,14 +84,17 @@ def default_run(
     corpus: CorpusConfig | None = None, # the recipe's unless given
     preset: str | None = None, # sizes of the model; the recipe's unless given
     recipe: str | None = None, # a key of `RECIPES`; the corpus' own unless given
+    start_from: str | Path | None = None, # a trained model's folder: the run begins with it, and has its sizes
 ) -> RunConfig:
     "The settings that were found good for a corpus. Raises ValueError for an unknown recipe."
     recipe = recipe or recipe_for(corpus.corpus if corpus else 'toy-ende')
     if recipe not in RECIPES: raise ValueError(f'unknown recipe {recipe!r}: known are {", ".join(RECIPES)}')
-    found = RECIPES[recipe]
+    if start_from and preset: raise ValueError(f'start_from brings sizes of its own: leave preset={preset!r} out')
+    found, start_from = RECIPES[recipe], start_from and Path(start_from)
     return RunConfig(corpus or CorpusConfig(**found['corpus']),
-                     TransformerConfig.preset(preset or found['preset'], **found['model']),
-                     TrainConfig(**found['training']), found.get('tokenizer', 'bpe'), **found.get('run', {}))
+                     (load_model(start_from).config if start_from
+                      else TransformerConfig.preset(preset or found['preset'], **found['model'])),
+                     TrainConfig(**found['training']), found.get('tokenizer', 'bpe'), start_from=start_from)
 
 # %% ../nbs/24_en_de.ipynb #12-040860
 def differences(old: dict, new: dict, at: str = '') -> list[str]:
@@ -157,9 +163,17 @@ def claim(
 
 # %% ../nbs/24_en_de.ipynb #17-c35a04
 def run_tokenizer(out: Path, config: RunConfig, corpus: Corpus, overwrite: bool = False) -> Tokenizer:
-    "The tokenizer of a run: the one in its folder, or one learned from its training split."
+    """The tokenizer of a run: the one in its folder, that of the model it starts from, or one learned from its
+    training split.
+
+    Raises ValueError if that model is for other languages.
+    """
     path = out / 'tokenizer.json'
     if path.is_file() and not overwrite: return load_tokenizer(path)
+    if config.start_from:
+        tokenizer = load_tokenizer(Path(config.start_from) / 'tokenizer.json')
+        if tuple(tokenizer.langs) == corpus.langs: return tokenizer
+        raise ValueError(f'{config.start_from} translates {"-".join(tokenizer.langs)}, not {"-".join(corpus.langs)}')
     return tokenizer_for(config.tokenizer, corpus['train'], corpus.langs, config.model.vocab_size)
 
 # %% ../nbs/24_en_de.ipynb #19-4224ae
@@ -211,11 +225,23 @@ def new_model(
     config: RunConfig,
     tokenizer: Tokenizer,
 ) -> tuple[torch.nn.Module, dict[str, float]]: # and what is worth logging of it
-    "The untrained model of a run, a function of its seed, with word vectors if it has some."
+    """The model that a run begins with, a function of its seed: untrained, with word vectors if it has some,
+    or with the weights of the model it starts from.
+
+    Raises ValueError if that one is of another kind, saying what differs.
+    """
     torch.manual_seed(config.training.seed)
     model, told = build(replace(config.model, vocab_size=len(tokenizer))), {}
+    if config.start_from: begin_with(model, Path(config.start_from))
     if config.vectors: told['covered_by_vectors'] = use_vectors(model, config.vectors, tokenizer, config.freeze_vectors)
     return model.to(best_device()), told
+
+def begin_with(model: torch.nn.Module, folder: Path) -> None:
+    "Give a new model the weights of a trained one, which may have had another dropout."
+    trained = load_model(folder)
+    there, here = (asdict(replace(each.config, dropout=0.)) for each in (trained, model))
+    if found := differences(there, here): raise ValueError(f'{folder} holds another model ({"; ".join(found)})')
+    fill(model, dict(trained.named_parameters()))
 
 # %% ../nbs/24_en_de.ipynb #21-9bb1c9
 def train_translator(

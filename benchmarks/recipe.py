@@ -26,15 +26,15 @@ SEEDS = {f'the recipe, seed {seed}': f'--seed {seed}' for seed in (1, 2, 3)}
 FIRST = next(iter(SEEDS))
 VARIANTS = {
     'vocabulary 4,000': '--vocab-size 4000', 'vocabulary 16,000': '--vocab-size 16000',
-    'dropout 0.1': '--dropout 0.1', 'dropout 0.3': '--dropout 0.3',
+    'dropout 0.1': '--dropout 0.1', 'dropout 0.2': '--dropout 0.2',
     'peak rate 2e-3': '--peak-rate 2e-3', 'peak rate 6e-3': '--peak-rate 6e-3',
     'warm-up 200': '--warmup 200', 'warm-up 1,000': '--warmup 1000',
     'batches of 1,024 tokens': '--max-tokens 1024', 'batches of 4,096 tokens': '--max-tokens 4096',
     'BPE-dropout 0.1': '--bpe-dropout 0.1', 'R-Drop 1': '--r-drop 1', 'R-Drop 5': '--r-drop 5',
-    'BPE-dropout 0.1, dropout 0.3': '--bpe-dropout 0.1 --dropout 0.3',
+    'BPE-dropout 0.1, dropout 0.2': '--bpe-dropout 0.1 --dropout 0.2',
     'no label smoothing': '--label-smoothing 0', 'moving average of weights': '--ema 0.999',
     'post-norm': '--norm post --init scaled',
-    'width 256, dropout 0.3': '--d-model 256 --d-ff 512 --dropout 0.3 --peak-rate 2e-3',
+    'width 256': '--d-model 256 --d-ff 512 --peak-rate 2e-3',
 }
 SEARCHES = {f'beam {beam}, alpha {alpha}': dict(beam_size=beam, alpha=alpha)
             for beam in (1, 4, 5, 8) for alpha in (0.6, 1.0, 1.3, 1.6)}

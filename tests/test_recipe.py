@@ -7,12 +7,13 @@ import pytest, torch
 
 from annotated_transformer.checkpoints import checkpoints, load_model, read_log
 from annotated_transformer.corpora import CorpusConfig, load_corpus
-from annotated_transformer.recipe import (RunConfig, claim, default_run, differences, evaluate, settings,
+from annotated_transformer.recipe import (RunConfig, claim, default_run, differences, evaluate, new_model, settings,
                                           train_translator, with_defaults)
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.training import TrainConfig
 from annotated_transformer.transformer import TransformerConfig
 from annotated_transformer.translator import SHIPPED, Translator
+from annotated_transformer.vocabulary import load_tokenizer
 
 MODEL = TransformerConfig(300, n_layers=1, d_model=16, d_ff=32, n_heads=2, max_len=64)
 TRAINING = TrainConfig(max_tokens=512, warmup=10, peak_rate=4e-3, max_steps=20, save_every=10, log_every=5)
@@ -85,6 +86,30 @@ def test_vectors_are_where_the_run_starts_and_frozen_when_asked(table, tmp_path)
     torch.testing.assert_close(frozen.model.src_embed.weight[word].detach(), start)
     assert not torch.allclose(free.model.src_embed.weight[word].detach(), start)
     assert not torch.allclose(frozen.model.src_embed.weight[other], free.model.src_embed.weight[other])
+
+def test_a_run_that_starts_from_another_has_its_weights_and_words_and_goes_on_exactly(table, tmp_path, monkeypatch):
+    train(run(table), tmp_path / 'first')
+    further = replace(run(table, seed=2, unique=True), start_from=tmp_path / 'first')
+    model, _ = new_model(further, load_tokenizer(tmp_path / 'first/tokenizer.json'))
+    assert torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), weights(tmp_path / 'first'))
+    train(further, tmp_path / 'whole')
+    interrupt(further, tmp_path / 'stopped', monkeypatch)
+    assert torch.equal(weights(tmp_path / 'stopped'), weights(tmp_path / 'whole'))
+    assert not torch.equal(weights(tmp_path / 'whole'), weights(tmp_path / 'first'))
+    assert (tmp_path / 'whole/tokenizer.json').read_bytes() == (tmp_path / 'first/tokenizer.json').read_bytes()
+    assert settings(further)['start_from'] == str(tmp_path / 'first')
+
+def test_a_start_that_does_not_fit_is_told(table, tmp_path):
+    train(run(table, max_steps=1), tmp_path / 'first')
+    tokenizer, base = load_tokenizer(tmp_path / 'first/tokenizer.json'), run(table, start_from=tmp_path / 'first')
+    for changes, said in [(dict(norm='pre'), "norm is 'post' there and 'pre' here"), (dict(n_heads=1), 'n_heads is 2')]:
+        with pytest.raises(ValueError, match=said):
+            new_model(replace(base, model=replace(MODEL, **changes)), tokenizer)
+    new_model(replace(base, model=replace(MODEL, dropout=0.5)), tokenizer)
+    with pytest.raises(ValueError, match='translates en-de, not de-en'):
+        train(run(table, pair='de-en', start_from=tmp_path / 'first'), tmp_path / 'other')
+    with pytest.raises(ValueError, match='leave vectors out'): run(table, start_from=tmp_path, vectors=tmp_path / 'x')
+    with pytest.raises(FileNotFoundError, match='is no model folder'): default_run(start_from=tmp_path / 'none')
 
 @pytest.mark.parametrize('changes, said', [
     (dict(bpe_dropout=1.0), 'bpe_dropout=1.0 must be at least 0 and below 1'),
