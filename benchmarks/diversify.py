@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""A student of several teachers: the recipe's seeds, and a model of the other direction, write more text to learn from.
+
+    python benchmarks/diversify.py --data-dir DIR --flags='--precision bfloat16' --jobs 2
+    python benchmarks/diversify.py --data-dir DIR --tokenized DIR # the student learns older papers' kind of text
+
+Nguyen et al. (2020): every forward teacher translates the training sentences, the backward one their translations,
+and a student learns from all that beside what people wrote. Each step is a command of `annotated-transformer`,
+printed as it begins; what is finished is not done again, so the same call goes on where it was stopped. With
+--tokenized the student's text is lower-cased and cut into words, in a folder that holds it so; what the teachers
+write is cut by the same rules. No test split is looked at.
+"""
+import argparse, shlex, subprocess, sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from annotated_transformer.corpora import CorpusConfig, load_corpus
+from annotated_transformer.scoring import lowercased_tokenized
+from annotated_transformer.vocabulary import write_whole
+
+SPLITS = {'': 'train', 'val-': 'val', 'test-': 'test_2016_flickr'} # of the cut text, by how their flags begin
+
+def run(*args) -> None:
+    "One command, printed first."
+    args = [str(arg) for arg in args]
+    print('annotated-transformer', shlex.join(args), flush=True)
+    if subprocess.run([sys.executable, '-m', 'annotated_transformer', *args]).returncode:
+        raise SystemExit('stopped: the same call goes on from here')
+
+def read(path: Path) -> list[str]: return path.read_text('utf-8').split('\n')[:-1]
+
+def write(path: Path, lines: list[str]) -> Path:
+    write_whole(path, ''.join(line + '\n' for line in lines))
+    return path
+
+def teach(args, text: dict[str, Path]) -> list[dict[str, list[str]]]: # text: a file of the training split's sentences
+    "Train the teachers; for each, by language, the people's sentences and its translations of them."
+    src, tgt = args.pair.split('-')
+    teachers = {f'forward-{seed}': (src, tgt, seed) for seed in args.seeds} | {'backward': (tgt, src, args.seeds[0])}
+    def work(name):
+        known, new, seed = teachers[name]
+        run('train', '--recipe', 'multi30k-en-de', '--corpus', 'multi30k', '--pair', f'{known}-{new}', '--seed', seed,
+            '--data-dir', args.data_dir, *shlex.split(args.flags), '--out', args.runs/name)
+        written = args.runs/f'{name}.{new}'
+        if not written.exists(): run('translate', '--model', args.runs/name, '--input', text[known],
+                                     '--beam-size', 5, '--alpha', args.alpha, '--output', written)
+        return {known: read(text[known]), new: read(written)}
+    with ThreadPoolExecutor(args.jobs) as pool: return list(pool.map(work, teachers))
+
+def corpus_flags(args) -> list:
+    "Where the student's own text lies."
+    if not args.tokenized: return ['--corpus', 'multi30k', '--pair', args.pair, '--data-dir', args.data_dir]
+    return ['--corpus', 'files', '--pair', args.pair, *(
+        item for flag, split in SPLITS.items() for side, lang in zip(('src', 'tgt'), args.pair.split('-'))
+        for item in (f'--{flag}{side}', args.tokenized/f'{split}.lc.norm.tok.{lang}.gz'))]
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--data-dir', type=Path, required=True, help='holds the files of Multi30k')
+    parser.add_argument('--tokenized', type=Path, help='holds its lower-cased text cut into words')
+    parser.add_argument('--pair', default='en-de', help='source and target language')
+    parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3], help='of the forward teachers')
+    parser.add_argument('--alpha', type=float, default=1.4, help="of the teachers' search: their texts must not be short")
+    parser.add_argument('--flags', default='', help="further flags of every run: '--precision bfloat16', say")
+    parser.add_argument('--student', default='--dropout 0.2 --max-epochs 20', help="further flags of the student's run")
+    parser.add_argument('--jobs', type=int, default=1, help='teachers at work at the same time')
+    parser.add_argument('--runs', type=Path, default=Path('runs/diversified'), help='folder of the runs and texts')
+    args = parser.parse_args()
+    args.runs.mkdir(parents=True, exist_ok=True)
+    langs, pairs = args.pair.split('-'), load_corpus(CorpusConfig('multi30k', args.pair, args.data_dir))['train']
+    text = {lang: write(args.runs/f'train.{lang}', lines) for lang, lines in zip(langs, map(list, zip(*pairs)))}
+    taught, cut = teach(args, text), '-cut' if args.tokenized else ''
+    further = {lang: [line for pairs in taught for line in pairs[lang]] for lang in langs}
+    if cut: further = {lang: lowercased_tokenized(lines, lang) for lang, lines in further.items()}
+    src, tgt = (write(args.runs/f'further{cut}.{lang}', further[lang]) for lang in langs)
+    run('train', '--recipe', 'multi30k-en-de', *corpus_flags(args), '--extra-src', src, '--extra-tgt', tgt,
+        *shlex.split(args.flags), *shlex.split(args.student), '--out', args.runs/f'student{cut}')
+
+if __name__ == '__main__': main()
