@@ -60,7 +60,7 @@ def main():
     parser.add_argument('--tokenized', type=Path, help='holds its lower-cased text cut into words')
     parser.add_argument('--pair', default='en-de', help='source and target language')
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3], help='of the forward teachers')
-    parser.add_argument('--alpha', type=float, default=1.4, help="of the teachers' search: their texts must not be short")
+    parser.add_argument('--alpha', type=float, default=1.4, help="of the teachers' search: no text may be short")
     parser.add_argument('--flags', default='', help="further flags of every run: '--precision bfloat16', say")
     parser.add_argument('--student', default='--dropout 0.2 --max-epochs 20', help="further flags of the student's run")
     parser.add_argument('--jobs', type=int, default=1, help='teachers at work at the same time')
