@@ -182,6 +182,8 @@ def check_some(n: int, name: str | Path, dropped: dict[str, int]) -> None:
                      + (f' and passes the cleaning ({others} dropped)' if others else ''))
 
 # %% ../nbs/11_corpora.ipynb #22-070941
+_ANKI = re.compile('#(separator|html|columns|deck|notetype|tags|if matches|(?:guid|notetype|deck|tags) column):(.*)')
+
 def table_rows(
     lines: Iterable[str],
     path: str | Path, # for the error
@@ -189,7 +191,7 @@ def table_rows(
     "The rows of a table, as Tatoeba and Anki export them. Raises ValueError that names file and line."
     first, anki = True, {}
     for number, line in enumerate(lines, 1):
-        if first and (setting := re.fullmatch('#([a-z ]+):(.*)', line)): anki[setting[1]] = setting[2].lower()
+        if first and (setting := _ANKI.fullmatch(line)): anki[setting[1]] = setting[2].lower()
         elif line.strip():
             try: row, first = next(csv.reader([line], delimiter='\t')) if anki else line.split('\t'), False
             except csv.Error as error: raise ValueError(f'{path}, line {number}: {error}') from None

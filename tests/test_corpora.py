@@ -461,6 +461,11 @@ def test_a_flipped_bit(tmp_path):
     with pytest.raises(ValueError, match='corrupted'): load_corpus('multi30k', data_dir=tmp_path)['val']
 
 
+def test_a_hashtag_at_the_beginning_is_a_sentence_and_no_setting(tmp_path):
+    rows = '#separator:tab\n#tags column:3\n#metoo: I do\t#metoo: ich auch\nyes\tja\n'
+    assert read_tsv(write(tmp_path/'x.txt', rows)) == [('#metoo: I do', '#metoo: ich auch'), ('yes', 'ja')]
+
+
 def test_a_long_field_of_an_anki_export_is_named(tmp_path):
     with pytest.raises(ValueError, match=r'x\.txt, line 2: field larger'):
         read_tsv(write(tmp_path/'x.txt', '#html:true\n' + 140_000*'a' + '\tb\n'))
