@@ -629,3 +629,12 @@ def test_length_penalty(alpha):
     assert length_penalty(1, alpha) == 1 and length_penalty(7, alpha) == pytest.approx(2 ** alpha)
     if alpha: assert length_penalty(8, alpha) > length_penalty(7, alpha)
     assert length_penalty(7, alpha, offset=0.) == pytest.approx(7 ** alpha)
+
+
+@pytest.mark.parametrize('state', STATES)
+def test_a_source_of_nothing_but_padding_stays_finite_in_16_bits(state):
+    "Low numbers are added to scores: together they must not leave the range of floats."
+    model, src = trained(0, 20), torch.tensor([[5, 6, 7, EOS], [PAD, PAD, PAD, PAD]])
+    with torch.inference_mode(), torch.autocast('cpu', torch.bfloat16):
+        assert state(model, src).logits(torch.full((2, 1), BOS)).isfinite().all()
+        assert [len(found) for found in beam_search(model, src, beam_size=2, max_extra=2)] == [1, 1]
