@@ -195,7 +195,7 @@ class BatchLoader:
         self.n_batches = None
 
     def __len__(self) -> int:
-        """Batches of the epoch that was last asked for, at first of epoch 0;
+        """Batches of epoch 0, or, of pairs that change, of the epoch that was last asked for;
         with windows, other epochs may have a few more or fewer.
         """
         if self.drawn is None: self.draw(0)

@@ -110,7 +110,9 @@ def zip_lines(
 # %% ../nbs/11_corpora.ipynb #19-3dce63
 class Seen:
     "Remembers texts, eight bytes of each."
-    def __init__(self): self.digests = np.empty(0, dtype=np.uint64)
+    def __init__(self): self.parts = [] # of digests, each sorted and more than twice as long as the next
+
+    def __len__(self): return sum(map(len, self.parts))
 
     def new(self, texts: Sequence[str]) -> np.ndarray: # for each, whether it is its first time
         "Which of these were neither seen before nor stand further ahead among them."
@@ -119,10 +121,11 @@ class Seen:
                      for text in texts), np.uint64)
         first = np.zeros(len(texts), dtype=bool)
         first[np.unique(digests, return_index=True)[1]] = True
-        at = np.searchsorted(self.digests, digests)
-        at[at == len(self.digests)] = 0
-        if len(self.digests): first &= self.digests[at] != digests
-        self.digests = np.sort(np.concatenate([self.digests, digests[first]]), kind='stable')
+        for part in self.parts: first &= part[np.searchsorted(part, digests).clip(max=len(part) - 1)] != digests
+        part = np.sort(digests[first])
+        while self.parts and len(self.parts[-1]) <= 2*len(part): # so no digest is merged more often than log n times
+            part = np.sort(np.concatenate([self.parts.pop(), part]), kind='stable')
+        if len(part): self.parts.append(part)
         return first
 
 # %% ../nbs/11_corpora.ipynb #22-314a8f
@@ -193,8 +196,11 @@ def table_rows(
     for number, line in enumerate(lines, 1):
         if first and (setting := _ANKI.fullmatch(line)): anki[setting[1]] = setting[2].lower()
         elif line.strip():
-            try: row, first = next(csv.reader([line], delimiter='\t')) if anki else line.split('\t'), False
-            except csv.Error as error: raise ValueError(f'{path}, line {number}: {error}') from None
+            try: row = next(csv.reader([line], delimiter='\t', strict=True)) if anki else line.split('\t')
+            except csv.Error as error:
+                raise ValueError(f'{path}, line {number}: {error} (a quoted column must end on its line)') from None
+            first, notes = False, {value for name, value in anki.items() if name.endswith(' column')}
+            row = [column for i, column in enumerate(row, 1) if str(i) not in notes] # what is no sentence may come first
             if len(row) < 2: raise ValueError(f'{path}, line {number}: one column where source, tab, target should be')
             yield number, [html.unescape(re.sub('<[^>]*>', ' ', c)) for c in row] if anki.get('html') == 'true' else row
     if first: raise ValueError(f'{path} is empty: it has settings only')
@@ -608,7 +614,11 @@ def stream_corpus(
 ) -> Corpus:
     "A corpus whose training pairs are a stream, cleaned; the splits that are missing are taken out of it."
     dropped, missing = {}, {part: config.held_out for part in ('val', 'test') if part not in splits}
-    def kept(): return clean(pairs(), dropped, **config.cleaning)
+    name = [*files, config.corpus][0]
+    def kept():
+        n = 0
+        for n, pair in enumerate(clean(pairs(), dropped, **config.cleaning), 1): yield pair
+        check_some(n, name, dropped)
     @cache
     def held_out(): return hold_out_lowest(kept(), missing) if missing else ({}, 0)
     def train():
@@ -616,7 +626,7 @@ def stream_corpus(
         return (pair for pair in kept() if checksum(pair[0]) >= bound) if bound else kept()
     def aside(part):
         if not held_out()[0][part]:
-            raise ValueError(f'{[*files, config.corpus][0]} has too few pairs to put some aside for {part}')
+            raise ValueError(f'{name} has too few pairs to put some aside for {part}')
         return held_out()[0][part]
     settings = dict(corpus=config.corpus, pair=config.pair, missing=missing, **config.cleaning)
     stream = Stream(train, files, settings, dropped)
@@ -674,8 +684,8 @@ def with_extra(
 
     Raises ValueError if these two do not match.
     """
-    left = {}
-    extra = zip_lines(read_lines(config.extra_src), read_lines(config.extra_tgt), (config.extra_src, config.extra_tgt))
-    pairs = cleaned(own() + extra, config.extra_src, left, **config.cleaning)
-    for reason, n in left.items(): dropped[reason] = dropped.get(reason, 0) + n
+    files, blank, left = (config.extra_src, config.extra_tgt), {}, {}
+    extra = cleaned(zip_lines(*map(read_lines, files), files), files[0], blank)
+    pairs = list(clean(own() + extra, left, **config.cleaning))
+    for reason in REASONS: dropped[reason] = dropped.get(reason, 0) + blank[reason] + left[reason]
     return pairs

@@ -235,7 +235,7 @@ def tune_gates(
     label_smoothing: float = 0.1,
     seed: int = 1,
 ) -> Transformer: # in evaluation mode, with the heads that were worth it
-    "Train a copy on, with a gate at each head and a price for every open one (Voita et al., 2019, section 5.1)."
+    "Train a copy on, with a gate at each head and a price for every open one (Voita et al., 2019, section 6.1)."
     model, device = copy.deepcopy(model).train(), model.output.weight.device
     gates = HeadGates(model, heads).to(device)
     optimizer = torch.optim.Adam([dict(params=model.parameters(), lr=rate),

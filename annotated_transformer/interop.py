@@ -479,7 +479,7 @@ def ctranslate2_spec(own: ModelFolder):
     put_stack(spec.decoder, own.model.decoder, own.model.tgt_embed, own.model.tgt_positions)
     output = own.model.output
     bias = torch.zeros(c.vocab_size) if output.bias is None else output.bias.detach().clone()
-    bias[[PAD, BOS]] = NEVER                        # there is no other way to say it
+    bias[[PAD, BOS]] = NEVER                        # a folder has no other way to say it
     spec.decoder.projection.weight, spec.decoder.projection.bias = output.weight.detach(), bias
     tokens = own.tokenizer.tokens(range(c.vocab_size))
     spec.register_source_vocabulary(tokens), spec.register_target_vocabulary(tokens)

@@ -23,7 +23,7 @@ SPLITS = {'': 'train', 'val-': 'val', 'test-': 'test_2016_flickr'} # of the cut 
 def run(*args) -> None:
     "One command, printed first."
     args = [str(arg) for arg in args]
-    print('annotated-transformer', shlex.join(args), flush=True)
+    print(shlex.join(['annotated-transformer', *args]) + '\n', end='', flush=True) # one write: several run at once
     if subprocess.run([sys.executable, '-m', 'annotated_transformer', *args]).returncode:
         raise SystemExit('stopped: the same call goes on from here')
 

@@ -232,9 +232,11 @@ def test_counts_are_of_the_last_reading(tmp_path):
 
 def test_what_was_seen_costs_eight_bytes():
     seen = Seen()
-    for k in range(20): assert seen.new([f'{k} {i}' for i in range(1000)]).all()
-    assert not seen.new([f'{k} {k}' for k in range(20)]).any()
-    assert seen.digests.nbytes == 8*20_000
+    for k in range(20): assert seen.new([f'{k} {i}' for i in range(1000 - 30*k)]).all()
+    for k in range(20): assert not seen.new([f'{k} {i}' for i in range(1000 - 30*k)]).any()
+    assert sum(part.nbytes for part in seen.parts) == 8*len(seen) == 8*sum(1000 - 30*k for k in range(20))
+    assert all(len(long) > 2*len(short) for long, short in zip(seen.parts, seen.parts[1:]))
+    assert all((part[1:] > part[:-1]).all() for part in seen.parts)
 
 
 def test_cleaning_of_other_corpora(monkeypatch):
@@ -280,10 +282,25 @@ def test_streams_and_lists_read_the_same(tmp_path):
 
 @pytest.mark.parametrize('lines', [(5, 3), (3, 5), (1, 0)])
 def test_streams_of_unequal_length(lines, tmp_path):
-    src, tgt = (write(tmp_path/name, 'x\n'*n or 'x') for name, n in zip(('a.en', 'a.de'), lines))
-    said = rf'a\.en has {lines[0]} lines, .*a\.de has {lines[1]}'
-    if lines[1]:
-        with pytest.raises(ValueError, match=said): list(load_corpus('files', src=src, tgt=tgt, on_disk=True)['train'])
+    src, tgt = (write(tmp_path/name, 'x\n'*n) for name, n in zip(('a.en', 'a.de'), lines))
+    said = rf'a\.en has {lines[0]} lines, .*a\.de has {lines[1]}' if all(lines) else r'a\.de is empty'
+    with pytest.raises(ValueError, match=said): list(load_corpus('files', src=src, tgt=tgt, on_disk=True)['train'])
+
+
+@pytest.mark.parametrize('on_disk', [False, True])
+@pytest.mark.parametrize('part', ['train', 'val'])
+def test_a_corpus_of_which_nothing_is_left_says_why(on_disk, part, tmp_path):
+    table = write(tmp_path/'s.tsv', ''.join(f'one two {i}\teins zwei {i}\n' for i in range(30)))
+    corpus = load_corpus('tsv', tsv=table, max_words=2, on_disk=on_disk)
+    with pytest.raises(ValueError, match=r's\.tsv: .* passes the cleaning \(30 too long dropped\)'): list(corpus[part])
+
+
+def test_blank_lines_of_further_text_are_counted_in_it(tmp_path):
+    own = [write(tmp_path/f'a.{lang}', ''.join(f'{lang} {i}\n' for i in range(20))) for lang in ('en', 'de')]
+    more = [write(tmp_path/f'e.{lang}', text) for lang, text in (('en', 'x\n\nz\n'), ('de', 'y\ny\ny\n'))]
+    corpus = load_corpus('files', src=own[0], tgt=own[1], extra_src=more[0], extra_tgt=more[1], unique=True)
+    with pytest.warns(UserWarning, match=r'e\.en: 1 of 3 pairs are blank'): pairs = corpus['train']
+    assert pairs[-2:] == [('x', 'y'), ('z', 'y')] and corpus.dropped['blank'] == 1
 
 
 def test_a_cut_gzip_file_is_found_at_its_end(tmp_path):
@@ -464,6 +481,16 @@ def test_a_flipped_bit(tmp_path):
 def test_a_hashtag_at_the_beginning_is_a_sentence_and_no_setting(tmp_path):
     rows = '#separator:tab\n#tags column:3\n#metoo: I do\t#metoo: ich auch\nyes\tja\n'
     assert read_tsv(write(tmp_path/'x.txt', rows)) == [('#metoo: I do', '#metoo: ich auch'), ('yes', 'ja')]
+
+
+def test_an_anki_export_with_notes_before_its_sentences(tmp_path):
+    settings = ''.join(f'#{name} column:{i}\n' for i, name in ((1, 'guid'), (2, 'notetype'), (3, 'deck'), (6, 'tags')))
+    rows = 'Abc12$\tBasic\tGerman\tGo!\tGeh!\teasy\nDe\tBasic\tGerman\t"a ""b"""\t"c\td"\t\n'
+    assert read_tsv(write(tmp_path/'x.txt', settings + rows)) == [('Go!', 'Geh!'), ('a "b"', 'c\td')]
+    with pytest.raises(ValueError, match=r'x\.txt, line 5: one column'):
+        read_tsv(write(tmp_path/'x.txt', settings + 'Abc\tBasic\tGerman\tGo!\n'))
+    with pytest.raises(ValueError, match=r'x\.txt, line 2: .*quoted column must end on its line'):
+        read_tsv(write(tmp_path/'x.txt', '#html:false\nHello\t"Hallo\nWelt"\tTag\n'))
 
 
 def test_a_long_field_of_an_anki_export_is_named(tmp_path):
