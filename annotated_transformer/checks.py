@@ -187,7 +187,7 @@ def _runs(p):
         return False, f'{type(out).__name__} came out: wrap the model so that it returns a tensor of logits'
     p.v = p.v or out.size(-1)
     p.src_v = p.src_v or p.v
-    p.tol = p.tol or (1e-7 if out.dtype == torch.float64 else 1e-4)
+    p.tol = p.tol or (1e-5 if out.dtype == torch.float64 else 1e-4) # some take their softmax in 32 bits even so
     p.least = 1e-10 if out.dtype == torch.float64 else p.tol
     out, wanted = p.logits(*p.pair()), (2, p.m, p.v)
     what = f'src (2, {p.n}), tgt (2, {p.m}) to {tuple(out.shape)}, {str(out.dtype).removeprefix("torch.")}'
@@ -315,7 +315,7 @@ def _source(p):
     return p.differ(far.item(), f'{p.n} words exchanged, one at a time; seen from all {p.m} places')
 
 # %% ../nbs/33_finding_bugs.ipynb #28-6a2d39
-POSITION = re.compile(r'posit(?!ion_?wise)|(^|[._])(pos|pe)([._]|$)', re.I)
+POSITION = re.compile(r'posit(?!ion_?wise)|(^|[._])(pos|pe)([._](?!ffn|ff$|feed)|$)', re.I)
 
 def position_modules(model: nn.Module) -> dict[str, nn.Module]: # by name, outermost only
     "Modules that say *position* in their class or name (not *position-wise*)."
@@ -376,6 +376,10 @@ def _without_positions(p):
     with positions_off(p.still) as names:
         if not names and p.positions != 'none':
             raise Skip('no module is named after positions: hand in without_positions=, the same model without them')
+        others = p.changed(src, slice(None), p.src_v)
+        if not apart(p.logits(src, tgt), p.logits(others, tgt)) > p.least:
+            raise Skip(f'{", ".join(names)} is named after positions and holds the words too: hand in '
+                       'without_positions=, the same model without them')
         return p.same(far(p.still), f'backwards, and passed on; off: {", ".join(names[:2]) or "nothing"}'
                                     + ', …'*(len(names) > 2))
 
@@ -452,7 +456,7 @@ def _device(p):
     except Exception as error:
         words = ' '.join(str(error).split())[:160]
         if (re.search(r'same device|on device cpu|is on cpu|device meta|expected device', words, re.I)
-                and 'meta tensor' not in words):
+                and 'meta tensor' not in words and '`value`' not in words): # a single number may lie on the CPU
             return False, f'moved to another device, it meets something that stayed behind: {words}'
         raise Skip(f'the model looks into its numbers on the way, so it cannot be tried without data: {words[:80]}')
     return True, 'called on the meta device, which holds no data'
@@ -929,7 +933,7 @@ class _Decoding:
     def runs(self):
         self.found = self.results(self.src)
         lengths = [len(ids) for ids, _ in self.found]
-        return (len(lengths) == len(self.src), f'{len(self.src)} sentences to {len(lengths)} translations, '
+        return (len(lengths) == len(self.src) and max(lengths) > 0, f'{len(self.src)} sentences to {len(lengths)} translations, '
                                                f'of {min(lengths)} to {max(lengths)} words')
 
     def ends(self):
@@ -953,11 +957,12 @@ class _Decoding:
     def likeliest(self):
         if not self.greedy: raise Skip('greedy=False: a beam need not take the likeliest word')
         behind, cut = 0., 0
-        for row, ids in enumerate(self.texts(self.src)):
+        for row, (found, _) in enumerate(self.found):
+            ids, told = found[:found.index(self.eos)] if self.eos in found else found, self.eos in found
             log_p = self.log_probs(row, ids)[0]
             steps = [*ids, self.eos][:len(log_p)]
             short = (log_p.amax(-1) - log_p[range(len(steps)), steps]).tolist()
-            behind = max([behind, *short[:len(ids)]])
+            behind = max([behind, *short[:len(ids) + told]]) # an end that was told is a choice, as each word is
             cut += len(short) == len(ids) or short[-1] > 1e-3
         return (behind < 1e-3, f'at most {behind:.1g} behind the likeliest; '
                                f'{cut} of {len(self.found)} are cut off before EOS')

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from .attention import KeyValueCache, MultiHeadAttention, padding_mask, split_heads
 from .batches import pad_rows
-from .layers import AddNorm, DecoderCache, DecoderLayer, FeedForward
+from .layers import AddNorm, Decoder, DecoderCache, DecoderLayer, FeedForward
+from .transformer import Transformer
 from .vocabulary import BOS, EOS, PAD
 
 # %% ../nbs/21_decoding.ipynb #17-947e92
@@ -53,7 +54,7 @@ def score_translations(
 # %% ../nbs/21_decoding.ipynb #38-0fb2e2
 def length_penalty(
     length,             # tokens of the translation, EOS included: a number, or a tensor of them
-    alpha: float,       # 0: none; 1: nearly the mean log-probability
+    alpha: float,       # 0: none; 1: nearly proportional to the length
     offset: float = 5., # 0: the length itself to the power of alpha, as in Marian, CTranslate2 and transformers
 ): # as `length`
     "Wu et al. (2016): what a log-probability is divided by, lest short translations always win."
@@ -64,7 +65,7 @@ def length_penalty(
 class DecodingConfig:
     "How translations are searched for; the paper's settings (6.1) unless changed."
     beam_size: int = 4        # live hypotheses of a sentence; 1 is greedy
-    alpha: float = 0.6        # length penalty: 0 none, 1 nearly the mean log-probability of a token
+    alpha: float = 0.6        # length penalty: 0 none, 1 nearly in proportion to the length
     length_offset: float = 5. # of the length penalty; 0: as in Marian, CTranslate2 and transformers
     max_extra: int = 50       # a translation has at most so many tokens more than its source
     min_len: int = 0          # and at least so many, EOS not counted
@@ -297,8 +298,9 @@ PARTS = { # of a decoder layer, by their names in it: what `TreeState` takes apa
 def decoding_state(model: nn.Module, src: Int[Tensor, "b n"]) -> DecodingState:
     "What the model remembers of a batch of sources before the first token."
     if hasattr(model, 'decoding_state'): return model.decoding_state(src)
-    known = all(type(part) is PARTS.get(name.rpartition('.')[2], type(part))
-                for layer in model.decoder.layers for name, part in layer.named_modules())
+    known = (type(model.decoder) is Decoder and getattr(model.decode, '__func__', None) is Transformer.decode
+             and all(type(part) is PARTS.get(name.rpartition('.')[2], type(part))
+                     for layer in model.decoder.layers for name, part in layer.named_modules()))
     watched = any(m._forward_hooks or m._forward_pre_hooks or getattr(m, '_seen', None) is not None
                   for m in model.decoder.modules())
     return TreeState(model, src) if known and not watched else State(model, src)
@@ -376,7 +378,7 @@ def threads_for(
     device: torch.device,
 ):
     "One thread of the CPU where there is too little to do for more; afterwards as many as before."
-    if device.type != 'cpu' or rows * model.config.d_model * model.config.vocab_size > LITTLE: return (yield)
+    if device.type != 'cpu' or rows * getattr(model.config, 'd_model', 1) * model.config.vocab_size > LITTLE: return (yield)
     with _lock:
         before = _searches[0] if _searches else torch.get_num_threads()
         _searches.append(before)

@@ -10,7 +10,7 @@ __all__ = ['READERS', 'MARIAN_PARTS', 'MARIAN_NORMS', 'MARIAN_ENDS', 'MARIAN', '
            'put_stack', 'ctranslate2_spec', 'export_ctranslate2', 'CTranslate2Model']
 
 # %% ../nbs/40_other_implementations.ipynb #x-imports
-import json, math, pickle
+import json, math, pickle, warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -356,7 +356,9 @@ def import_marian(
     except TypeError as error: raise ValueError(f'{folder}/config.json: {error}') from None
     about = c | read_json(folder, 'generation_config.json', needed=False)     # older folders have it all in config.json
     about = dict(length_penalty=1.0, num_beams=4) | {k: x for k, x in about.items() if x is not None}
-    decoding = dict(alpha=float(about['length_penalty']), length_offset=0.0, beam_size=about['num_beams'])
+    least = about.get('min_new_tokens') or max(0, about.get('min_length', 0) - 1) # theirs counts the first token, ours not
+    decoding = dict(alpha=float(about['length_penalty']), length_offset=0.0, beam_size=about['num_beams'],
+                    no_repeat_ngram=about.get('no_repeat_ngram_size', 0), min_len=least)
     try: DecodingConfig(**decoding)
     except ValueError as error: raise ValueError(f'{folder}/generation_config.json: {error}') from None
     training = dict(decoding=decoding, imported=dict(marian=c.get('_name_or_path') or folder.name))
@@ -415,10 +417,14 @@ def export_marian(
     out = Path(out)
     if out.exists(): raise FileExistsError(f'{out} exists: choose another folder for the export')
     own = ModelFolder.load(folder, 'cpu')
-    c, decoding = own.model.config, own.training.get('decoding', {})
+    c, search = own.model.config, own.decoding
     require(c, 'Marian', norm=('post',), positions=('sinusoidal',))
+    if search.alpha and search.length_offset:
+        warnings.warn(f'transformers has no length_offset={search.length_offset:g}: its search divides by the length '
+                      f'to the power of alpha={search.alpha:g} alone, and may choose other translations')
     generation = MARIAN_IDS | dict(
-        max_length=c.max_len, num_beams=decoding.get('beam_size', 4), length_penalty=decoding.get('alpha', 1.0),
+        max_length=c.max_len, num_beams=search.beam_size, length_penalty=search.alpha, min_new_tokens=search.min_len,
+        no_repeat_ngram_size=search.no_repeat_ngram,
         early_stopping='never', bad_words_ids=[[PAD], [BOS]], renormalize_logits=True)
     with whole(out) as partial:
         write_whole(partial / 'config.json', as_json(marian_settings(c)))

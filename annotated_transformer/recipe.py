@@ -37,7 +37,7 @@ class RunConfig:
     corpus: CorpusConfig
     model: TransformerConfig | RecurrentConfig # `vocab_size`: what the tokenizer may have; the model gets what it has
     training: TrainConfig
-    tokenizer: Literal['bpe', 'words'] = 'bpe' # byte-pair encoding, or whole words
+    tokenizer: Literal['bpe', 'words', 'sentencepiece'] = 'bpe' # byte-pair encoding or whole words; the last: start_from's
     val_sentences: int = 0 # sentences of `val` translated greedily for a BLEU at each validation; 0: none
     bpe_dropout: float = 0.0 # share of merges left out at random, anew in every epoch (page 12); 0: none
     vectors: Path | None = None # word vectors to start from, in GloVe's or fastText's text format (page 12)
@@ -45,6 +45,9 @@ class RunConfig:
     start_from: Path | None = None # a trained model's folder: its weights and its vocabulary are where the run begins
 
     def __post_init__(self):
+        if self.tokenizer == 'sentencepiece' and not self.start_from:
+            raise ValueError("tokenizer='sentencepiece' comes with a model to start from, and is not learned: "
+                             'choose bpe or words, or give start_from')
         if self.start_from and self.vectors:
             raise ValueError('start_from brings embeddings of its own: leave vectors out')
         if not 0 <= self.bpe_dropout < 1:
@@ -91,10 +94,10 @@ def default_run(
     if recipe not in RECIPES: raise ValueError(f'unknown recipe {recipe!r}: known are {", ".join(RECIPES)}')
     if start_from and preset: raise ValueError(f'start_from brings sizes of its own: leave preset={preset!r} out')
     found, start_from = RECIPES[recipe], start_from and Path(start_from)
-    return RunConfig(corpus or CorpusConfig(**found['corpus']),
-                     (load_model(start_from).config if start_from
-                      else TransformerConfig.preset(preset or found['preset'], **found['model'])),
-                     TrainConfig(**found['training']), found.get('tokenizer', 'bpe'), start_from=start_from)
+    if start_from: model, kind = load_model(start_from).config, load_tokenizer(start_from / 'tokenizer.json').kind
+    else: model, kind = TransformerConfig.preset(preset or found['preset'], **found['model']), found.get('tokenizer')
+    return RunConfig(corpus or CorpusConfig(**found['corpus']), model, TrainConfig(**found['training']),
+                     kind or 'bpe', start_from=start_from)
 
 # %% ../nbs/24_en_de.ipynb #12-040860
 def differences(old: dict, new: dict, at: str = '') -> list[str]:
@@ -166,14 +169,17 @@ def run_tokenizer(out: Path, config: RunConfig, corpus: Corpus, overwrite: bool 
     """The tokenizer of a run: the one in its folder, that of the model it starts from, or one learned from its
     training split.
 
-    Raises ValueError if that model is for other languages.
+    Raises ValueError if that model is for other languages, or has another vocabulary than the settings say.
     """
     path = out / 'tokenizer.json'
     if path.is_file() and not overwrite: return load_tokenizer(path)
     if config.start_from:
         tokenizer = load_tokenizer(Path(config.start_from) / 'tokenizer.json')
-        if tuple(tokenizer.langs) == corpus.langs: return tokenizer
-        raise ValueError(f'{config.start_from} translates {"-".join(tokenizer.langs)}, not {"-".join(corpus.langs)}')
+        if tuple(tokenizer.langs) != corpus.langs:
+            raise ValueError(f'{config.start_from} translates {"-".join(tokenizer.langs)}, not {"-".join(corpus.langs)}')
+        if tokenizer.kind == config.tokenizer and len(tokenizer) <= config.model.vocab_size: return tokenizer
+        raise ValueError(f'{config.start_from} brings a vocabulary, {len(tokenizer)} of {tokenizer.kind}: leave '
+                         f'tokenizer={config.tokenizer!r} and vocab_size={config.model.vocab_size} out')
     return tokenizer_for(config.tokenizer, corpus['train'], corpus.langs, config.model.vocab_size)
 
 # %% ../nbs/24_en_de.ipynb #19-4224ae
@@ -263,7 +269,7 @@ def train_translator(
         some = corpus['val'][:config.val_sentences]
         return dict(val_bleu=evaluate(Translator(model, tokenizer), some, beam_size=1)[0].bleu) if some else {}
     batches = BatchLoader(training_ids(config, corpus, tokenizer, progress_bar and world.leader), c.max_tokens, c.seed,
-                          rank=world.rank, world=world.size, multiple=4 if c.compile else 1)
+                          rank=world.rank, world=world.size, multiple=16 if c.compile else 1) # page 19
     val_ids = encode_pairs(corpus['val'], tokenizer, corpus.langs, config.model.max_len)
     model, told = new_model(config, tokenizer)
     trainer = Trainer(model, batches, list(BatchLoader(val_ids, c.max_tokens, shuffle=False).epoch(0)),

@@ -138,15 +138,15 @@ def compare(
     check_corpus(translations, references)
     check_corpus(against, references)
     signature, (theirs, ours) = resampled([against, translations], references, samples)
-    # two copies of one system: the library calls no difference at all significant
-    same = list(translations) == list(against)
-    return Comparison(float(ours.score), float(theirs.score), 1. if same else float(ours.p_value), signature)
+    # chance parts any two systems as far as not at all; the library calls even that significant
+    p_value = 1. if ours.score == theirs.score else float(ours.p_value)
+    return Comparison(float(ours.score), float(theirs.score), p_value, signature)
 
 # %% ../nbs/22_scoring.ipynb #42-2b3e03
 def score_groups(
     translations: Sequence[str],
     references: Sequence[str],       # one for each translation
-    groups: Sequence[Iterable[str]], # for each sentence the names of the groups that it belongs to: any number
+    groups: Sequence[Iterable[str]], # for each sentence the name of its group, or those of any number of groups
 ) -> dict[str, Scores]: # by name, in alphabetical order
     "Scores of each group's sentences alone: by phenomenon, by length, by topic. ValueError unless counts agree."
     if not len(translations) == len(references) == len(groups):
@@ -154,7 +154,7 @@ def score_groups(
                          f'{len(groups)} sets of groups: there must be one of each for a sentence')
     members = {}
     for i, names in enumerate(groups):
-        for name in names: members.setdefault(name, []).append(i)
+        for name in [names] if isinstance(names, str) else names: members.setdefault(name, []).append(i)
     return {name: score([translations[i] for i in members[name]], [references[i] for i in members[name]])
             for name in sorted(members)}
 
@@ -175,7 +175,7 @@ def score_by_length(
     edges: Sequence[int] = (5, 10, 15, 20, 30, 50),
 ) -> dict[str, Scores]: # from short to long
     "Scores of the sentences of each length, in words of the reference. ValueError unless counts agree."
-    scores = score_groups(translations, references, [[name] for name in length_groups(references, edges)])
+    scores = score_groups(translations, references, length_groups(references, edges))
     return dict(sorted(scores.items(), key=lambda item: int(re.match(r'\d+', item[0])[0])))
 
 def plot_groups(

@@ -324,9 +324,12 @@ class Run:
         if self.config.monitor in figures: return figures
         raise ValueError(f'monitor={self.config.monitor!r} is not measured: validation gives {", ".join(figures)}')
 
-    def validations(self) -> list[dict]:
-        "Rows of the log that have a validation and, so, a checkpoint of their step."
-        return [row for row in read_log(self.out / 'log.jsonl') if 'val_loss' in row]
+    def validations(self, also: int | None = None) -> list[dict]:
+        """Rows of the log that have a validation and, so, had a checkpoint: every `save_every` steps, and at step `also`.
+        Where an earlier limit ended the run in between, what has gone on does as if it had not.
+        """
+        return [row for row in read_log(self.out / 'log.jsonl')
+                if 'val_loss' in row and (row['step'] % self.config.save_every == 0 or row['step'] == also)]
 
     def no_better(self) -> bool:
         "Whether `patience` validations in a row brought nothing better than the best before them."
@@ -351,8 +354,8 @@ class Run:
 
     def finish(self) -> nn.Module:
         "Validate last weights, best checkpoint and averages (6.1), keep the best of them, and write it."
-        if self.world.any(self.world.leader and self.at.step not in [row['step'] for row in self.validations()]):
-            self.milestone()
+        validated = [row['step'] for row in self.validations(self.at.step)]
+        if self.world.any(self.world.leader and self.at.step not in validated): self.milestone()
         if self.world.leader:
             self.prune() # what a kill just after the last checkpoint left
             found, monitor = self.candidates(), self.config.monitor
@@ -370,7 +373,7 @@ class Run:
         "By name, the weights that the finished model may have."
         def weights(model): return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
         def stored(step): return self.out / 'checkpoints' / checkpoint_name(Progress(step)) / 'model.safetensors'
-        c, rows = self.config, self.validations()
+        c, rows = self.config, self.validations(self.at.step)
         best, last = best_steps(rows, c.monitor, len(rows)), [row['step'] for row in rows]
         found = dict(last=weights(self.model))
         if best and best[0] != self.at.step and stored(best[0]).exists():

@@ -72,6 +72,7 @@ class Account:
     longest: int = 0  # tokens of the longest of these
     bad: int = 0      # what was no text
     first: str = ''   # the first of these, in words
+    what: str = 'sentences' # what they are to the reader
 
     def text(self, what) -> str:
         """A string as it is, bytes as UTF-8;
@@ -95,7 +96,7 @@ class Account:
     def tell(self) -> None:
         "A warning for what was cut, and one for what was no text; none for neither."
         if self.cut:
-            warnings.warn(f'{self.cut} of {self.read} sentences had more than the {self.room} tokens '
+            warnings.warn(f'{self.cut} of {self.read} {self.what} had more than the {self.room} tokens '
                           f'that the model has positions for (the longest {self.longest}) and were cut there')
         if self.bad:
             warnings.warn(f'{self.bad} of {self.read} lines could not be read and were left empty, '
@@ -294,18 +295,20 @@ class Translator(SharedFolder):
 
     def stream(self, parts, config, max_tokens, strict, total, progress_bar) -> Iterator[list[Translation]]:
         "Part by part; what was cut or could not be read is told when all is done."
-        account = Account(self.model.config.max_len - 1, strict)
+        room = self.model.config.max_len - 1
+        account, beginnings = Account(room, strict), Account(room, what='prefixes')
         try:
             with tqdm(total=total, unit='sentence', disable=not progress_bar) as bar:
                 for part in parts:
                     rows = self.encode([account.text(text) for text, _ in part], account)
-                    yield from self.decode(rows, [prefix for _, prefix in part], config, max_tokens, bar, account)
-        finally: account.tell()
+                    yield from self.decode(rows, [prefix for _, prefix in part], config, max_tokens, bar, beginnings)
+        finally: account.tell(), beginnings.tell()
 
-    def decode(self, rows, prefixes, config, max_tokens, bar, account) -> list[list[Translation]]:
+    def decode(self, rows, prefixes, config, max_tokens, bar, account) -> list[list[Translation]]: # of the prefixes
         "Translations of source ids, in groups of like length."
         done, langs = [[Translation('', 0., 0.)] for _ in rows], self.tokenizer.langs
         forced = [account.ids(self.tokenizer.encode(prefix, langs[1]))[:-1] if prefix else [] for prefix in prefixes]
+        account.read += len(rows)
         for group in by_length(rows, max_tokens // config.beam_size):
             src, start = pad_rows([rows[i] for i in group]).to(self.device), [forced[i] for i in group]
             for i, ways in zip(group, beam_search(self.model, src, config, start if any(start) else None)):
@@ -345,9 +348,11 @@ class Translator(SharedFolder):
         if isinstance(text, str): return self.score([text], [translation], max_tokens)[0]
         if len(text) != len(translation):
             raise ValueError(f'{len(text)} texts cannot be scored with {len(translation)} translations')
-        room, done = self.model.config.max_len - 1, [0.] * len(text)
-        src, tgt = self.encode(text), [
-            row[:room] for row in self.tokenizer.encode_batch(list(translation), self.tokenizer.langs[1])]
+        notes = Account(self.model.config.max_len - 1, read=len(text), what='translations')
+        src, tgt, done = self.encode(text), [
+            notes.ids(row)[:-1] for row in self.tokenizer.encode_batch(list(translation), self.tokenizer.langs[1])
+        ], [0.] * len(text)
+        notes.tell()
         longer = [max(a, b, key=len) + [EOS] for a, b in zip(src, tgt)] # none of which is EOS alone
         for group in by_length(longer, max_tokens):
             found = score_translations(self.model, pad_rows([src[i] for i in group]).to(self.device),
@@ -372,8 +377,9 @@ class Translator(SharedFolder):
     ) -> AttentionMaps:
         "The weights of every layer and head for one sentence pair."
         if translation is None: translation = self.translate(text)
-        src = self.encode([text])[0]
-        tgt = [BOS] + self.tokenizer.encode(translation, self.tokenizer.langs[1])[:self.model.config.max_len - 1]
+        src, notes = self.encode([text])[0], Account(self.model.config.max_len - 1, read=1, what='translations')
+        tgt = [BOS] + notes.ids(self.tokenizer.encode(translation, self.tokenizer.langs[1]))[:-1]
+        notes.tell()
         found = attention_maps(self.model, *(torch.tensor([ids], device=self.device) for ids in (src, tgt)))
         return AttentionMaps(self.tokenizer.tokens(src), self.tokenizer.tokens(tgt),
                              *(None if maps is None else maps.float().cpu() for maps in found))

@@ -19,7 +19,7 @@ import numpy as np
 # %% ../nbs/30_attention_maps.ipynb #06-961c90
 # Okabe and Ito's palette: eight colours that readers with any colour vision can tell apart.
 COLOURS = ['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000', '#F0E442']
-DASHES = ['-', '--', '-.', ':']
+DASHES = ['-', '--', '-.', ':', (0, (9, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 4)), (0, (4, 5))]
 
 def _array(x):
     "A NumPy array from a tensor on any device, an array or nested lists."
@@ -182,7 +182,8 @@ def _head_rows(kind, maps, queries, keys):
         if not (layer.min() >= 0 and layer.max() < 1.01):
             raise ValueError(f'layer {i} of {kind!r} holds no attention weights: they run from {layer.min():.3g} '
                              f'to {layer.max():.3g}')
-        for head, weights in enumerate([layer.mean(0), *layer], -1):
+        alive = layer[layer.any((1, 2))]                     # a head that was taken out is all zeros
+        for head, weights in enumerate([(alive if len(alive) else layer).mean(0), *layer], -1):
             yield dict(kind=kind, layer=i, head=head, keys=len(keys), peak=round(float(weights.max(-1).mean()), 3),
                        weights=np.rint(1000*weights).astype(int).ravel().tolist())
 
@@ -510,7 +511,7 @@ def plot_lines(
     for i, (label, ys) in enumerate(lines.items()):
         ys = _array(ys)
         ax.plot(np.arange(len(ys)) if x is None else _array(x), ys, label=_text(label), marker=marker,
-                color=COLOURS[i % 8], linestyle=DASHES[i % 4], linewidth=1.6, markersize=4)
+                color=COLOURS[i % 8], linestyle=DASHES[(i + i//8) % 8], linewidth=1.6, markersize=4)
     ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
     if 'x' in log: ax.set_xscale('log')
     if 'y' in log: ax.set_yscale('log')
@@ -929,7 +930,7 @@ def points_at(
 ): # array (layers, heads)
     "How often a query's largest weight lies where it should. Raises ValueError if there is nothing to look for."
     if len(maps) != len(pairs): raise ValueError(f'{len(maps)} sentences have maps, {len(pairs)} have pairs')
-    hits = [np.isin(w[:, :, query].argmax(-1), _positions(keys))
+    hits = [np.isin(w[:, :, query].argmax(-1), _positions(keys)) & w[:, :, query].any(-1) # a removed head looks nowhere
             for w, wanted in zip(_four_axes(maps), pairs) for query, keys in wanted]
     if not hits: raise ValueError('no sentence has a pair to look for')
     return np.mean(hits, 0)

@@ -9,7 +9,7 @@ epochs, in a folder of its own under --runs: what was stopped goes on when the s
 recipe itself is trained with three seeds, whose spread says which differences mean something. How to average
 and how to search cost no training and are tried on the recipe's first seed. The test splits are not looked at.
 """
-import argparse, json, shlex, statistics, subprocess, sys
+import argparse, json, shlex, statistics, subprocess, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -56,9 +56,10 @@ def train(name: str, flags: str, args) -> dict:
 def after(folder: Path, pairs) -> tuple[dict, dict]:
     "What averaging and searching are worth, on one trained run."
     kept, averages = checkpoints(folder), {}
-    for n in sorted({1, 5, min(10, len(kept))}):
-        model = Translator.load(average_checkpoints(kept[-n:], folder / f'averaged-{n}'))
-        averages[f'average of {n}'] = evaluate(model, pairs)[0].bleu
+    with tempfile.TemporaryDirectory() as room:
+        for n in sorted({1, 5, min(10, len(kept))}):
+            model = Translator.load(average_checkpoints(kept[-n:], Path(room, str(n))))
+            averages[f'average of {n}'] = evaluate(model, pairs)[0].bleu
     model = Translator.load(folder)
     return averages, {name: evaluate(model, pairs, **search)[0].bleu for name, search in SEARCHES.items()}
 

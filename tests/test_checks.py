@@ -166,9 +166,32 @@ def test_tiny_in_less_than_twenty_seconds():
     check_transformer(model).raise_if_failed(skipped=True)
     assert time.process_time() - began < 20
 
+def test_words_and_positions_in_one_module_are_not_switched_off():
+    class TokenAndPositionEmbedding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(20, 24)
+        def forward(self, ids): return self.words(ids)*24**0.5 + sinusoids(ids.size(1), 24)
+    parts = torch_transformer().model
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.m = nn.ModuleDict(dict(embed=TokenAndPositionEmbedding(), core=parts['core'], out=parts['out']))
+        def forward(self, src, tgt):
+            mask = torch.ones(tgt.size(1), tgt.size(1), dtype=torch.bool).triu(1)
+            return self.m['out'](self.m['core'](self.m['embed'](src), self.m['embed'](tgt), tgt_mask=mask))
+    report = check_transformer(Model(), only=['without positions'])
+    assert report.skipped == ['without positions'] and 'holds the words too' in report['without positions'].tried
+
+def test_a_softmax_in_32_bits_is_no_bug():
+    model = ours(CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, 'softmax', lambda self, dim, own=torch.Tensor.softmax: own(self.float(), dim).to(self.dtype))
+        check_transformer(model, only=['without positions', 'source padding', 'future']).raise_if_failed()
+
 def test_position_modules():
     names = dict(pos_embed=nn.Embedding(3, 2), pe=nn.Identity(), positionwise_ffn=nn.Linear(2, 2),
-                 span=nn.Identity(), compose=nn.Identity())
+                 pos_ffn=nn.Linear(2, 2), span=nn.Identity(), compose=nn.Identity())
     assert list(position_modules(nn.ModuleDict(names))) == ['pos_embed', 'pe']
     assert list(position_modules(ours(CONFIG))) == ['src_positions', 'tgt_positions']
 
@@ -292,6 +315,9 @@ def test_decoding(decoding):
     assert 'order' in check_decoder(lambda src: [right(src)[0]]*len(src), model, src, greedy=False).failed
     assert 'alone' in check_decoder(lambda src: [ids[:src.size(1) - 5] for ids, _ in right(src)], model, src).failed
     assert check_decoder(lambda src: right(src)[1:], model, src).failed == ['runs']
+    assert check_decoder(lambda src: [[]]*len(src), model, src).failed == ['runs']
+    early = check_decoder(lambda src: [[*ids[:2], EOS] for ids, _ in right(src)], model, src)
+    assert early.failed == ['likeliest'] # it says that it has ended, and the model does not
 
 
 def test_batches():

@@ -1,15 +1,17 @@
 """The command line as its users meet it: what goes wrong is one line and exit code 2,
 and what was there stays as it was."""
-import hashlib, json, os, re, resource, signal, subprocess, sys, time
+import hashlib, json, os, re, resource, shutil, signal, subprocess, sys, time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest, torch
 
+from annotated_transformer import cli
 from annotated_transformer.cli import main, parse
 from annotated_transformer.corpora import load_corpus
 from annotated_transformer.decoding import DecodingConfig
 from annotated_transformer.scoring import lowercased_tokenized, lowercased_tokenized_bleu, report, score
+from annotated_transformer.training import Interrupted
 from annotated_transformer.transformer import Transformer
 from annotated_transformer.translator import Translator
 
@@ -193,6 +195,28 @@ ADDED = {'length_ratio', 'bleu_mean', 'bleu_half_width', 'bleu_interval_signatur
          'lowercased_tokenized_bleu', 'lowercased_tokenized_signature',
          'by_length', 'perplexity', 'sentences_per_second', 'tokens_per_second'}
 
+def test_a_checkpoint_is_scored_on_what_its_run_was_trained_on(trained, fails, tmp_path):
+    step = sorted((trained / 'checkpoints').iterdir())[-1]
+    own, its = (parse(['evaluate', '--model', str(folder)]).corpus for folder in (trained, step))
+    assert own == its and its.corpus == 'files'
+    shutil.copytree(trained, tmp_path / 'run')
+    for name in ('run.json', 'training.json'): (tmp_path / 'run' / name).unlink()
+    assert 'tells of no corpus' in fails('evaluate', '--model', tmp_path / 'run')
+
+def test_there_is_no_best_by_a_figure_that_was_not_measured(trained, fails):
+    assert 'has no val_bleu in its log' in fails('average', trained, '--best', '--monitor', 'val_bleu')
+
+@pytest.mark.parametrize('overwrite', [False, True])
+def test_how_to_go_on_does_not_begin_anew(trained, tmp_path, monkeypatch, capsys, overwrite):
+    shutil.copytree(trained, tmp_path / 'run')
+    def stop(*_, **__): raise Interrupted('step 5 is saved in RUN: the same command goes on from there', 15)
+    monkeypatch.setattr(cli, 'train_translator', stop)
+    for command in (['train'], ['demo']):
+        with pytest.raises(SystemExit) as ended: main([*command, '--out', str(tmp_path / 'run'), *['--overwrite']*overwrite])
+        said = capsys.readouterr().err
+        assert ended.value.code == 143 and 'step 5 is saved in RUN: the same command ' in said
+        assert ('without --overwrite goes on' in said) == overwrite
+
 def test_evaluate_prints_one_json_object(trained, capsys, tmp_path):
     main(['evaluate', '--model', str(trained), '--split', 'test', '--json', '--output', str(tmp_path / 'out.txt')])
     result = json.loads(capsys.readouterr().out)
@@ -249,7 +273,7 @@ def test_toy_results_are_told_by_phenomenon(trained, tmp_path, capsys):
     translator = Translator.load(trained)
     translator.save(tmp_path)                              # its training.json does not say which corpus it is from
     (tmp_path / 'training.json').write_text('{}')
-    main(['evaluate', '--model', str(tmp_path), '--split', 'val', '--json',
+    main(['evaluate', '--model', str(tmp_path), '--corpus', 'toy-ende', '--split', 'val', '--json',
           '--beam-size', '1', '--max-extra', '1', '--samples', '0'])
     found = json.loads(capsys.readouterr().out)
     assert found.keys() == ((KEPT | ADDED | {'by_phenomenon'})

@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from annotated_transformer.decoding import (
     BLOCK, LITTLE, Beams, DecodingConfig, Endings, State, TreeState, beam_search, best_continuations,
     decoding_state, greedy, length_limits, length_penalty, next_logits, sample,
     sampling_distribution, score_translations, threads_for, who_stays)
+from annotated_transformer.layers import Decoder
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.vocabulary import BOS, EOS, PAD
 
@@ -445,11 +447,26 @@ def test_a_decoder_that_is_watched_or_altered_is_asked_in_the_usual_way():
     assert seen and type(decoding_state(model, src)) is State
 
 
+def test_a_model_with_another_decode_is_asked_in_the_usual_way():
+    class Shouting(Transformer):
+        def decode(self, *args): return -super().decode(*args)
+    class Loud(Decoder):
+        def forward(self, *args, **kwargs): return -super().forward(*args, **kwargs)
+    model, src = make(), sources(2)[:1]
+    expected = [plain_greedy(model, src, 6)]
+    for part, other in ((model.decoder, Loud), (model, Shouting)):
+        own, part.__class__ = type(part), other
+        expected.append(plain_greedy(model, src, 6))
+        [found] = greedy(model, src, max_extra=6 - src.size(1))
+        part.__class__ = own
+        assert found.ids == [t for t in expected[-1] if t != EOS] and expected[-1] != expected[0]
+
+
 def test_a_model_that_remembers_in_its_own_way():
     "Bigrams: a search needs no more than `DecodingState`."
     table = torch.randn(V, V, generator=torch.Generator().manual_seed(0))
     class Bigrams(torch.nn.Module):
-        config = TransformerConfig(vocab_size=V, max_len=6)
+        config = SimpleNamespace(vocab_size=V, max_len=6)
         def decoding_state(self, src): return self
         def logits(self, tokens): return table[tokens]
         def follow(self, parents): pass

@@ -198,7 +198,7 @@ def judge(folder): return transformers.AutoTokenizer.from_pretrained(folder)
 def test_text_to_text_as_transformers_does_it(tmp_path):
     there = write_marian(tmp_path/'hub', ends=True)
     translator = Translator.load(import_marian(tmp_path/'hub', tmp_path/'ours'), 'cpu')
-    assert translator.training['decoding'] == dict(alpha=1.0, length_offset=0.0, beam_size=4)
+    assert translator.decoding == DecodingConfig(4, alpha=1.0, length_offset=0.0)
     tokenizer, texts = judge(tmp_path/'hub'), [text for text, _ in PAIRS[:60]]
     with torch.no_grad(): ids = there.generate(**tokenizer(texts, return_tensors='pt', padding=True))
     there_said = tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -299,13 +299,16 @@ def same(model, other):
         torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
+SEARCH = dict(beam_size=6, min_len=4, no_repeat_ngram=2)
+
 @pytest.mark.parametrize('change', [dict(), dict(tied=False), dict(activation='swish', output_bias=True),
                                     dict(n_layers=3, n_heads=1, d_model=64)], ids=str)
 def test_an_exported_model_is_transformers_and_comes_back(tmp_path, change):
-    ModelFolder(stirred(replace(CONFIG, **change)), BPE, dict(decoding=dict(beam_size=6))).save(tmp_path/'ours')
+    ModelFolder(stirred(replace(CONFIG, **change)), BPE, dict(decoding=SEARCH)).save(tmp_path/'ours')
     own = ModelFolder.load(tmp_path/'ours', 'cpu')
-    there, info = transformers.MarianMTModel.from_pretrained(
-        export_marian(tmp_path/'ours', tmp_path/'marian'), output_loading_info=True)
+    with pytest.warns(UserWarning, match='no length_offset=5: .* alpha=0.6 alone'):
+        export_marian(tmp_path/'ours', tmp_path/'marian')
+    there, info = transformers.MarianMTModel.from_pretrained(tmp_path/'marian', output_loading_info=True)
     assert not any(info[key] for key in ('missing_keys', 'unexpected_keys', 'mismatched_keys')), info
     src, tgt = random_ids(len(BPE), 8), random_ids(len(BPE), 8, seed=1).roll(1, 1)
     tgt[:, 0] = BOS
@@ -314,8 +317,11 @@ def test_an_exported_model_is_transformers_and_comes_back(tmp_path, change):
         assert (logits - own.model(src, tgt)).abs().max() < 1e-5
     back = ModelFolder.load(import_marian(tmp_path/'marian', tmp_path/'back'), 'cpu')
     assert same(back.model, own.model) and back.tokenizer.state() == BPE.state()
-    assert back.training['decoding'] == dict(alpha=1.0, length_offset=0.0, beam_size=6)
-    assert there.generation_config.num_beams == 6
+    assert back.decoding == DecodingConfig(**SEARCH, length_offset=0.0)
+    found = there.generate(src, attention_mask=(src != PAD).long(), max_new_tokens=9)
+    for row in found.tolist():
+        ids = [i for i in row[1:] if i not in (PAD, EOS)]
+        assert len(ids) >= 4 and len({*zip(ids, ids[1:])}) == len(ids) - 1 # not too short, and no two tokens twice
     texts = [text for text, _ in PAIRS[:100]] + ['<eos> </s>', '']
     assert judge(tmp_path/'marian')(texts)['input_ids'] == [row + [EOS] for row in BPE.encode_batch(texts)]
 

@@ -108,6 +108,8 @@ def test_groups_are_scored_alone():
         members = [i for i, names in enumerate(groups) if name in names]
         assert scores[name] == score([translations[i] for i in members], [references[i] for i in members])
     assert score_groups(translations, references, [()] * 12) == {}
+    assert (score_groups(translations, references, ['all'] * 12) # a name is no set of letters
+            == score_groups(translations, references, [['all']] * 12))
 
 
 @pytest.mark.parametrize('sizes', [(2, 2, 1), (2, 1, 2), (1, 2, 2), (0, 0, 1)])
@@ -204,6 +206,7 @@ def test_a_difference_and_its_chance():
     assert compare(good, as_good, references).p_value > 0.05
     assert compare(as_good, good, references).p_value == pytest.approx(compare(good, as_good, references).p_value)
     assert compare(good, tuple(good), references).p_value == 1
+    assert compare(good, [line + '\n' for line in good], references).p_value == 1 # other texts, the same BLEU
 
 
 def test_chance_is_called_significant_in_one_of_twenty():

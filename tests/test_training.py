@@ -164,6 +164,27 @@ def test_patience_ends_a_run_and_survives_an_interruption(tmp_path):
     again = measured(tmp_path)
     assert again.start().step == 60 and again.done()
 
+@pytest.mark.parametrize('bleus', [
+    [1, 2, 3, 4, 5],   # the best is the newest
+    [5, 4, 3, 2, 1],   # the best lies far behind
+    [1, 9, 3, 2, 1]])  # patience ends the run
+@pytest.mark.parametrize('average_best', [False, True])
+def test_a_limit_between_two_checkpoints_changes_nothing_when_it_is_moved(tmp_path, bleus, average_best):
+    settings = replace(SETTINGS, max_steps=50, monitor='val_bleu', patience=3, average=2, average_best=average_best)
+    def measured(out, **limit):
+        run = trainer(out, replace(settings, **limit), measure=lambda model: dict(
+            val_bleu=float(bleus[run.at.step // 10 - 1]) if run.at.step % 10 == 0 else 7.5))
+        return run
+    straight, moved = measured(tmp_path / 'straight'), None
+    straight.fit()
+    for limit in 15, 26, 33, 38, 50:
+        moved = measured(tmp_path / 'moved', max_steps=limit)
+        moved.fit()
+    assert moved.at.step == straight.at.step
+    assert torch.equal(weights(moved.model), weights(straight.model))
+    names = [[c.name for c in checkpoints(tmp_path / name)] for name in ('straight', 'moved')]
+    assert names[0] == names[1]
+
 def test_nothing_to_train_or_to_validate_on_is_told(tmp_path):
     model, some, none = Transformer(CONFIG), BatchLoader(PAIRS, 40), BatchLoader([], 40)
     with pytest.raises(ValueError, match='no batch to train on'): Trainer(model, none, list(some.epoch(0)), SETTINGS, tmp_path)

@@ -123,6 +123,14 @@ def test_what_is_cut_is_said_once(translator):
         assert '2 of 9 sentences had more than the 39 tokens' in said[0]
     assert said_by(lambda: translator.translate(TEXTS, **QUICK))[1] == []
 
+def test_what_is_cut_is_called_by_its_name(translator):
+    long = 'hund ' * 100
+    _, [said] = said_by(lambda: translator.translate(['a', 'b', ''], prefix=['', long, None], **QUICK))
+    assert '1 of 3 prefixes had more than the 39 tokens' in said
+    for ask in (lambda: translator.score(['a', 'b'], ['x', long]), lambda: translator.perplexity(['a', 'b'], ['x', long])):
+        assert '1 of 2 translations had more than the 39 tokens' in said_by(ask)[1][0]
+    assert '1 of 1 translations' in said_by(lambda: translator.attention('a', long))[1][0]
+
 @pytest.mark.parametrize('source, total, shown', [
     (list, None, '23/23'), (iter, None, '23sentence'), (iter, 23, '23/23')])
 def test_the_bar_counts_sentences(translator, capsys, source, total, shown):

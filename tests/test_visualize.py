@@ -117,6 +117,8 @@ def test_pointing_sees_each_head_and_sentence_by_itself():
     assert points_at(maps, [[], [(1, {0, 1})]]).tolist() == [[1, 1]]
     assert points_at(maps, [[(1, np.array([0, 1]))], [(0, np.int64(0))]]).tolist() == [[0.5, 1]]
     assert common_offset([[(0, 3), (np.int64(1), 0)], [], [(5, 4)]]) == (-1, pytest.approx(2/3))
+    gone = [np.stack([np.eye(3), np.zeros((3, 3))])[None]]  # a head that was taken out points at nothing
+    assert points_at(gone, [[(0, 0)]]).tolist() == [[1, 0]]
     with pytest.raises(ValueError, match='has a pair'): points_at(maps, [[], []])
     with pytest.raises(ValueError, match='2 sentences have maps, 1'): points_at(maps, [[(0, 0)]])
 
