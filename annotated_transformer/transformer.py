@@ -63,7 +63,7 @@ class TransformerConfig:
     n_layers: int = 6        # N, in the encoder and again in the decoder
     d_model: int = 512       # width of every sublayer's output
     d_ff: int = 2048         # inner width of the feed-forward network
-    n_heads: int = 8         # h
+    n_heads: int = 8         # h, the heads of each attention
     d_k: int | None = None   # width of one head's queries and keys; d_model/h unless given
     d_v: int | None = None   # width of one head's values; d_model/h unless given
     dropout: float = 0.1     # on every sublayer's output and on the embedded input (5.4)

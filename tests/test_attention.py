@@ -2,6 +2,7 @@
 import copy
 import math
 
+import jaxtyping
 import pytest
 import torch
 from torch import nn
@@ -289,11 +290,11 @@ def test_recording_does_not_change_what_is_learned():
     for q, l in zip(quiet, loud): torch.testing.assert_close(q, l)
 
 
-@pytest.mark.parametrize('call, axis', [
-    (lambda x: attention(x, torch.randn(2, 7, 9), torch.randn(2, 7, 6)), 'd_k'),           # keys of another width
-    (lambda x: attention(x, torch.randn(2, 7, 8), torch.randn(2, 6, 6)), 'n'),              # fewer values than keys
-    (lambda x: attention(x, x, x, torch.ones(5, 4, dtype=torch.bool)), 'n'),               # a mask of another length
+@pytest.mark.parametrize('call, name', [
+    (lambda x: attention(x, torch.randn(2, 7, 9), torch.randn(2, 7, 6)), 'key'),           # keys of another width
+    (lambda x: attention(x, torch.randn(2, 7, 8), torch.randn(2, 6, 6)), 'value'),          # fewer values than keys
+    (lambda x: attention(x, x, x, torch.ones(5, 4, dtype=torch.bool)), 'mask'),            # a mask of another length
     (lambda x: attention(x, x, x, torch.ones(5, 5)), 'mask'),                              # a mask that is no yes or no
 ])
-def test_a_wrong_shape_is_named(call, axis):
-    with pytest.raises(Exception, match=axis): call(torch.randn(2, 5, 8))
+def test_a_wrong_shape_is_named(call, name):
+    with pytest.raises(jaxtyping.TypeCheckError, match=f"parameter '{name}'"): call(torch.randn(2, 5, 8))

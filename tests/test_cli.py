@@ -1,7 +1,7 @@
 """The command line as its users meet it: what goes wrong is one line and exit code 2,
 and what was there stays as it was."""
 import hashlib, json, os, re, resource, shutil, signal, subprocess, sys, time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest, torch
@@ -173,6 +173,10 @@ def test_every_decoding_setting_is_a_flag(trained, capsys, fails):
           'the dog runs .', ''])
     rows = [line.split('\t') for line in capsys.readouterr().out.splitlines()]
     assert [row[0] for row in rows] == ['1', '1', '2'] and float(rows[0][1]) >= float(rows[1][1])
+    other = DecodingConfig(3, 1., 0., 9, 1, 2, 2, 1.)
+    assert all(value != getattr(DecodingConfig(), name) for name, value in asdict(other).items())
+    flags = [part for name, value in asdict(other).items() for part in ('--' + name.replace('_', '-'), str(value))]
+    assert parse(['translate', '--model', str(trained), *flags]).decoding == other
     assert 'leave --n-best out' in fails('evaluate', '--model', trained, '--n-best', '2')
     assert 'n_best=5' in fails('translate', '--model', trained, '--n-best', '5', 'hello')
 
@@ -202,6 +206,20 @@ def test_a_checkpoint_is_scored_on_what_its_run_was_trained_on(trained, fails, t
     shutil.copytree(trained, tmp_path / 'run')
     for name in ('run.json', 'training.json'): (tmp_path / 'run' / name).unlink()
     assert 'tells of no corpus' in fails('evaluate', '--model', tmp_path / 'run')
+
+def test_a_start_brings_the_sizes_of_its_model(trained):
+    for flag in ('--start-from', '--start_from'):
+        assert parse(['train', flag, str(trained)]).run.model == Translator.load(trained).model.config
+
+def test_the_demo_tells_its_whole_story(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, 'train_translator', lambda *_, **__: Translator.load())
+    monkeypatch.setattr(cli, 'load_corpus', lambda config: {
+        split: pairs[:40] for split, pairs in ((s, load_corpus(config)[s]) for s in ('test', 'test_long', 'test_combinations'))})
+    monkeypatch.setattr(cli, 'phenomenon_scores', lambda split, translations: {'negation': score(['a b'], ['a b'])})
+    main(['demo', '--out', str(tmp_path)])
+    said = capsys.readouterr().out
+    assert all(f'\n{split}: BLEU ' in said for split in ('test', 'test_long', 'test_combinations'))
+    assert 'tok:13a' in said and 'negation' in said and (tmp_path / 'attention.png').stat().st_size > 10_000
 
 def test_there_is_no_best_by_a_figure_that_was_not_measured(trained, fails):
     assert 'has no val_bleu in its log' in fails('average', trained, '--best', '--monitor', 'val_bleu')
@@ -286,9 +304,11 @@ def test_every_flag_has_help(command, capsys):
     with pytest.raises(SystemExit) as stop: main([command, '--help'])
     said = capsys.readouterr().out
     assert stop.value.code == 0 and command in said
-    flags = re.findall(r'^│ +(--[\w-]+)(.*)', said, re.M)
-    text = re.sub(r'[│\s]+', ' ', said)
-    for flag, _ in flags: assert re.search(rf'{flag}(?:, --no-[\w-]+)? [^-]*[a-z]{{3}}', text), flag
+    flags = re.findall(r'^[│ ]*(--[a-z][\w-]*)(.*(?:\n[│ ]{12,}[^-│ ].*)*)', said, re.M) # no frame without a terminal
+    assert flags, said
+    for flag, told in flags:
+        told = re.sub(r'--no-[\w-]+|\{[^}]*\}|\((?:default|required)[^)]*\)', '', told) # nor is this an explanation
+        assert re.search('[a-z]{2}', told), (flag, told)
 
 def test_attention_is_a_page(trained, tmp_path, capsys):
     main(['attention', '--model', str(trained), '--text', 'the dog runs .', '--out', str(tmp_path / 'maps.html')])

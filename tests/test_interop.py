@@ -19,6 +19,7 @@ from torch import nn
 
 from annotated_transformer import interop
 from annotated_transformer.batches import BatchLoader, encode_pairs
+from annotated_transformer.cli import main
 from annotated_transformer.decoding import DecodingConfig, beam_search
 from annotated_transformer.interop import (CTranslate2Model, export_ctranslate2, export_marian, from_torch_transformer,
                                            import_marian, to_torch_transformer)
@@ -197,7 +198,8 @@ def judge(folder): return transformers.AutoTokenizer.from_pretrained(folder)
 
 def test_text_to_text_as_transformers_does_it(tmp_path):
     there = write_marian(tmp_path/'hub', ends=True)
-    translator = Translator.load(import_marian(tmp_path/'hub', tmp_path/'ours'), 'cpu')
+    main(['import-marian', str(tmp_path/'hub'), '--out', str(tmp_path/'ours')])
+    translator = Translator.load(tmp_path/'ours', 'cpu')
     assert translator.decoding == DecodingConfig(4, alpha=1.0, length_offset=0.0)
     tokenizer, texts = judge(tmp_path/'hub'), [text for text, _ in PAIRS[:60]]
     with torch.no_grad(): ids = there.generate(**tokenizer(texts, return_tensors='pt', padding=True))

@@ -62,6 +62,8 @@ def test_the_same_from_any_number_of_processes(table, vocabulary, tmp_path):
     one, two, three = (opened(stream, vocabulary, tmp_path/f'{k}', num_proc=k) for k in (1, 2, 3))
     assert as_lists(one) == encode_pairs(list(stream), vocabulary, LANGS) and len(one.shards) == 4
     assert content(one.folder) == content(two.folder) == content(three.folder)
+    if (maps := Path('/proc/self/maps')).exists(): # mapped, and not read into memory
+        assert str(one.folder/'data-00000') in maps.read_text()
 
 
 def test_words_and_wide_ids(table, tmp_path):

@@ -3,6 +3,7 @@ import hashlib
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import jaxtyping
 import pytest
@@ -162,6 +163,18 @@ def test_subordinate_clauses_end_in_their_verb_and_others_have_it_second(toy):
                 assert src, pair                              # the verb, which English put earlier
         if 'participle last' in pair.phenomena and ',' not in tokens and not {'und', 'aber'} & set(tokens):
             assert re.match(r'.*(en|t)$', tokens[-2]) and tokens[1:].count(tokens[-2]) == 1
+
+def test_the_finite_verb_stands_second_after_a_time_too(toy):
+    first = Counter()
+    for pair in toy['train']:
+        tokens = pair.tgt_words
+        if tokens[0] not in ('Heute', 'Jetzt') or ',' in tokens: continue
+        first[tokens[0]] += 1
+        finite = tokens[1 + (tokens[1] == 'Morgen')]                       # 'Heute Morgen' is one time
+        assert 'verb second' in pair.phenomena
+        assert re.fullmatch(r'[a-zäöüß]+(e|t|en|st)|bin|kann|muss|darf|will|mag|weiß|ist|sind|wird|hat', finite), pair.tgt
+        assert finite not in {'heute', 'nicht', 'eine', 'keine', 'meine', 'seine', 'ihre', 'unsere', 'diese', 'alte'}
+    assert sum(first.values()) > 200, first
 
 def test_separable_prefixes_come_apart_and_together(toy):
     prefixes = {'auf', 'zu', 'an', 'mit', 'ein'}

@@ -7,9 +7,11 @@ from functools import partial
 
 import pytest, safetensors.torch, torch
 
+from annotated_transformer import training
 from annotated_transformer.batches import BatchLoader
 from annotated_transformer.checkpoints import (Progress, checkpoints, cut_log, load_checkpoint, load_model,
                                                read_log, save_checkpoint)
+from annotated_transformer.distributed import World
 from annotated_transformer.optimizer import learning_rate, make_optimizer
 from annotated_transformer.training import Interrupted, Objective, TrainConfig, Trainer, timed_log, train_step, validate
 from annotated_transformer.transformer import Transformer, TransformerConfig
@@ -39,6 +41,15 @@ def test_seed_decides_everything(tmp_path):
     assert torch.equal(weights(a), weights(b))
     c = trainer(tmp_path / 'c', replace(SETTINGS, seed=2)).fit()
     assert not torch.equal(weights(a), weights(c))
+
+def test_each_process_has_a_dropout_of_its_own(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(training, 'seed_step', lambda *which: asked.append(which))
+    for rank in (0, 1):
+        run = trainer(tmp_path / str(rank), world=World(rank))
+        run.noted = []
+        run.start(), run.step([next(iter(run.batches.epoch(0)))])
+    assert asked == [(SETTINGS.seed, 1, 0), (SETTINGS.seed, 1, 1)]
 
 @pytest.mark.parametrize('stop', [1, 10, 13, 29])
 def test_stopped_anywhere_ends_the_same(tmp_path, stop):
