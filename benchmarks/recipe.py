@@ -37,7 +37,7 @@ VARIANTS = {
     'width 256': '--d-model 256 --d-ff 512 --peak-rate 2e-3',
 }
 SEARCHES = {f'beam {beam}, alpha {alpha}': dict(beam_size=beam, alpha=alpha)
-            for beam in (1, 4, 5, 8) for alpha in (0.6, 1.0, 1.3, 1.6)}
+            for beam in (1, 4, 5, 8) for alpha in (0.6, 1.0, 1.4, 1.7)}
 
 def train(name: str, flags: str, args) -> dict:
     "One variant, trained to its end, and its score on val."

@@ -191,7 +191,8 @@ def main():
                  versions=versions(), tests=TESTS[args.corpus],
                  training={name: getattr(task.training, name)
                            for name in ('max_tokens', 'warmup', 'label_smoothing', 'clip_norm')})
-    def write(): join(args.out, **{args.corpus: dict(about, models=figures(task, learners, rates, decoded))})
+    held = join(args.out).get(args.corpus, {}) # other rates, say, that were tried
+    def write(): join(args.out, **{args.corpus: held | dict(about, models=figures(task, learners, rates, decoded))})
     with noting_signals() as noted:
         for i in tqdm(range(1, 1 + max(1, round(60*args.minutes / args.slice))), desc=args.corpus, unit='round'):
             if noted: break

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train the model that ships inside the package: toy EN-DE by its recipe, scored on all of its test splits.
 
-    python benchmarks/shipped_model.py # about three minutes on two cores; into annotated_transformer/data/toy-ende
+    python benchmarks/shipped_model.py # some minutes on two cores; into annotated_transformer/data/toy-ende
     python benchmarks/shipped_model.py --out /tmp/again # the same elsewhere, to compare
 
 The record is the folder's own training.json, and results/shipped-model.log.jsonl beside it:
