@@ -5,9 +5,10 @@
     python benchmarks/recipe.py --data-dir DIR --epochs 6 --only dropout 'R-Drop'
 
 Every variant is `annotated-transformer train --recipe multi30k-en-de` with other flags, all for as many
-epochs, in a folder of its own under --runs: what was stopped goes on when the same command is given again. The
-recipe itself is trained with three seeds, whose spread says which differences mean something. How to average
-and how to search cost no training and are tried on the recipe's first seed. The test splits are not looked at.
+epochs, in a folder of its own under --runs: what was stopped goes on when the same command is given again, and
+what the record holds of the same settings is not trained again. The recipe itself is trained with three seeds,
+whose spread says which differences mean something. How to average and how to search cost no training and are
+tried on the recipe's first seed. The test splits are not looked at.
 """
 import argparse, json, shlex, statistics, subprocess, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -31,37 +32,51 @@ VARIANTS = {
     'warm-up 200': '--warmup 200', 'warm-up 1,000': '--warmup 1000',
     'batches of 1,024 tokens': '--max-tokens 1024', 'batches of 4,096 tokens': '--max-tokens 4096',
     'BPE-dropout 0.1': '--bpe-dropout 0.1', 'R-Drop 1': '--r-drop 1', 'R-Drop 5': '--r-drop 5',
-    'BPE-dropout 0.1, dropout 0.2': '--bpe-dropout 0.1 --dropout 0.2',
     'no label smoothing': '--label-smoothing 0', 'moving average of weights': '--ema 0.999',
-    'post-norm': '--norm post --init scaled',
-    'width 256': '--d-model 256 --d-ff 512 --peak-rate 2e-3',
+    'rotary positions': '--positions rotary', 'ALiBi': '--positions alibi',
+    'scaled initialisation': '--init scaled', 'post-norm': '--norm post --init scaled',
+    'inner width 512': '--d-ff 512', 'width 256': '--d-model 256 --d-ff 512 --peak-rate 2e-3',
 }
+SEARCH = dict(beam_size=5, alpha=1.0)                   # of every score but those of SEARCHES
 SEARCHES = {f'beam {beam}, alpha {alpha}': dict(beam_size=beam, alpha=alpha)
             for beam in (1, 4, 5, 8) for alpha in (0.6, 1.0, 1.4, 1.7)}
 
-def train(name: str, flags: str, args) -> dict:
-    "One variant, trained to its end, and its score on val."
+def train(name: str, flags: str, args) -> Path:
+    "One variant, trained to its end: its folder."
     out = args.runs / name.replace(' ', '-').replace(',', '')
     command = [sys.executable, '-m', 'annotated_transformer', 'train', '--recipe', RECIPE,
                '--data-dir', str(args.data_dir), '--max-epochs', str(args.epochs),
                *shlex.split(args.flags), *shlex.split(flags), '--out', str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode: raise SystemExit(f'{name}: {done.stderr[-2000:]}')
-    made = json.loads((out / 'training.json').read_text('utf-8'))
-    print(f"{name:<42} val BLEU {made['val']['bleu']:.2f}, {made['progress']['minutes']:.1f} minutes", flush=True)
-    return dict(flags=flags,
-                val_bleu=made['val']['bleu'], val_chrf=made['val']['chrf'], signature=made['val']['signature'],
-                minutes=made['progress']['minutes'], steps=made['progress']['step'], folder=str(out))
+    return out
 
-def after(folder: Path, pairs) -> tuple[dict, dict]:
-    "What averaging and searching are worth, on one trained run."
-    kept, averages = checkpoints(folder), {}
+def scored(folder: Path, flags: str, pairs) -> dict:
+    "A trained variant's row."
+    translator = Translator.load(folder)
+    found, progress = evaluate(translator, pairs, **SEARCH)[0], translator.training['progress']
+    return dict(flags=flags, val_bleu=found.bleu, val_chrf=found.chrf, signature=found.signature,
+                minutes=progress['minutes'], steps=progress['step'], date=str(date.today()))
+
+def averaged(folder: Path, pairs) -> dict[str, float]:
+    "BLEU of averages of a trained run's last checkpoints."
+    kept, found = checkpoints(folder), {}
     with tempfile.TemporaryDirectory() as room:
         for n in sorted({1, 5, min(10, len(kept))}):
             model = Translator.load(average_checkpoints(kept[-n:], Path(room, str(n))))
-            averages[f'average of {n}'] = evaluate(model, pairs)[0].bleu
+            found[f'average of {n}'] = evaluate(model, pairs, **SEARCH)[0].bleu
+    return found
+
+def searched(folder: Path, pairs) -> dict[str, float]:
+    "BLEU of a trained run's model by how it is searched."
     model = Translator.load(folder)
-    return averages, {name: evaluate(model, pairs, **search)[0].bleu for name, search in SEARCHES.items()}
+    return {name: evaluate(model, pairs, **search)[0].bleu for name, search in SEARCHES.items()}
+
+def recorded(args) -> dict:
+    "The record, if it is of the same settings."
+    record = json.loads(args.out.read_text('utf-8')) if args.out.exists() else {}
+    same = {'epochs': args.epochs, 'flags': args.flags, 'search': SEARCH}
+    return record if {key: record.get(key) for key in same} == same else same
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -74,21 +89,24 @@ def main():
     parser.add_argument('--runs', type=Path, default=Path('runs/recipe'), help='folder of the runs')
     parser.add_argument('--out', type=Path, default=RESULTS / 'recipe.json', help='the record')
     args = parser.parse_args()
-    wanted = SEEDS | {name: flags for name, flags in VARIANTS.items()
-                      if not args.only or any(part in name for part in args.only)}
+    record, val = recorded(args), load_corpus(CorpusConfig('multi30k', data_dir=args.data_dir))['val']
+    rows = {name: row for name, row in record.get('metrics', {}).get('variants', {}).items()
+            if row['flags'] == (SEEDS | VARIANTS).get(name)}
+    missing = {name: flags for name, flags in (SEEDS | VARIANTS).items() if name not in rows and
+               (name in SEEDS or not args.only or any(part in name for part in args.only))}
     with ThreadPoolExecutor(args.jobs) as pool:
-        found = dict(zip(wanted, pool.map(lambda item: train(*item, args), wanted.items())))
-    seeds = [found[name]['val_bleu'] for name in SEEDS]
-    folders = {name: Path(row.pop('folder')) for name, row in found.items()}
-    averages, searches = after(folders[FIRST], load_corpus(CorpusConfig('multi30k', data_dir=args.data_dir))['val'])
-    record = dict(name='recipe',
-                  command=shlex.join(['python', 'benchmarks/recipe.py',
-                                      *('DIR' if arg == str(args.data_dir) else arg for arg in sys.argv[1:])]),
-                  seed=1, machine=machine(), date=str(date.today()), versions=versions(),
-                  epochs=args.epochs, averages=averages, searches=searches,
-                  metrics=dict(mean=statistics.mean(seeds), spread=statistics.stdev(seeds), variants=found))
+        for name, out in zip(missing, pool.map(lambda item: train(*item, args), missing.items())):
+            rows[name] = scored(out, missing[name], val)
+            print(f"{name:<28} val BLEU {rows[name]['val_bleu']:.2f}, {rows[name]['minutes']:.1f} minutes", flush=True)
+            if name == FIRST: record |= dict(averages=averaged(out, val), searches=searched(out, val))
+    seeds = [rows[name]['val_bleu'] for name in SEEDS]
+    rows = {name: rows[name] for name in SEEDS | VARIANTS if name in rows}
+    record |= dict(name='recipe', seed=1, machine=machine(), date=str(date.today()), versions=versions(),
+                   command=shlex.join(['python', 'benchmarks/recipe.py', '--data-dir', 'DIR',
+                                       '--epochs', str(args.epochs), f'--flags={args.flags}']),
+                   metrics=dict(mean=statistics.mean(seeds), spread=statistics.stdev(seeds), variants=rows))
     write_whole(args.out, json.dumps(record, indent=2) + '\n')
     print(f'the recipe, three seeds: {statistics.mean(seeds):.2f} ± {statistics.stdev(seeds):.2f}')
-    for name, bleu in (averages | searches).items(): print(f'{name:<42} val BLEU {bleu:.2f}')
+    for name, bleu in (record['averages'] | record['searches']).items(): print(f'{name:<28} val BLEU {bleu:.2f}')
 
 if __name__ == '__main__': main()
