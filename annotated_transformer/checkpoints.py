@@ -4,8 +4,8 @@
 __all__ = ['MODELS', 'save_model', 'as_json', 'load_weights', 'fill', 'build', 'read_config', 'load_model', 'Progress',
            'checkpoint_name', 'write_state', 'load_state', 'fingerprint', 'write_manifest', 'verify', 'whole', 'put',
            'sync', 'save_checkpoint', 'not_written', 'load_checkpoint', 'load_progress', 'checkpoints', 'latest',
-           'advice', 'mend', 'keep', 'best_steps', 'average_checkpoints', 'content', 'origin', 'read_log', 'append_log',
-           'cut_log']
+           'advice', 'mend', 'keep', 'best_steps', 'average_checkpoints', 'content', 'read_json', 'origin', 'read_log',
+           'append_log', 'cut_log']
 
 # %% ../nbs/17_checkpoints.ipynb #02-1b46a6
 import contextlib, errno, hashlib, io, json, math, os, pickle, re, shutil
@@ -325,13 +325,19 @@ def average_checkpoints(
 
 def content(path: Path) -> bytes | None: return path.read_bytes() if path.exists() else None
 
+def read_json(path: Path) -> dict:
+    "What a file of settings holds; nothing if there is none. Raises ValueError that names a damaged one."
+    try: held = json.loads(path.read_text('utf-8')) if path.is_file() else {}
+    except ValueError as error: raise ValueError(f'{path} is damaged: {error}') from None
+    if not isinstance(held, dict): raise ValueError(f'{path} is damaged: it holds a {type(held).__name__}')
+    return held
+
 def origin(folder: Path) -> dict:
     "The settings that made a model, as its folder tells, or its run's. Raises ValueError for a damaged file."
     run = folder.parent.parent
     for path in (folder / 'training.json', run / 'training.json', run / 'run.json'):
         if not path.is_file(): continue
-        try: told = json.loads(path.read_text('utf-8'))
-        except ValueError as error: raise ValueError(f'{path} is damaged: {error}') from None
+        told = read_json(path)
         return (dict(run=told) if path.name == 'run.json'
                 else {key: told[key] for key in ('run', 'versions') if key in told})
     return {}

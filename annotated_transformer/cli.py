@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['PICTURES', 'TransformerRun', 'Train', 'going_on', 'Evaluate', 'same_lines', 'in_words', 'draw', 'Average',
            'Translate', 'count_lines', 'Attention', 'ImportMarian', 'Export', 'Demo', 'show', 'peek', 'own_corpus',
-           'made_of', 'parse', 'said', 'main']
+           'parse', 'said', 'main']
 
 # %% ../nbs/42_command_line.ipynb #02-b788ca
 import argparse, contextlib, io, json, re, signal, sys, time, warnings
@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import tyro
 
 from .checkpoints import (
-    Progress, average_checkpoints, best_steps, checkpoint_name, checkpoints, origin, read_log)
+    Progress, average_checkpoints, best_steps, checkpoint_name, checkpoints, origin, read_json, read_log)
 from .corpora import CorpusConfig, load_corpus, stream_lines, zip_lines
 from .decoding import DecodingConfig
 from .distributed import join, part
@@ -337,14 +337,6 @@ def own_corpus(model: str | Path) -> CorpusConfig:
         about = Path(model) / 'training.json'
         raise ValueError(f'{about} tells of no corpus ({error!r}): choose one with --corpus') from None
 
-def made_of(model: str | Path) -> dict:
-    "What a model's `training.json` holds; nothing if there is none. Raises ValueError that names a damaged one."
-    about = Path(model) / 'training.json'
-    try: made = json.loads(about.read_text('utf-8')) if about.is_file() else {}
-    except ValueError as error: raise ValueError(f'{about} is damaged: {error}') from None
-    if not isinstance(made, dict): raise ValueError(f'{about} is damaged: it holds a {type(made).__name__}')
-    return made
-
 # %% ../nbs/42_command_line.ipynb #18-aa3ac5
 def parse(args: list[str]):
     "The command that the arguments ask for, filled in. Raises ValueError that says what cannot be understood."
@@ -354,7 +346,8 @@ def parse(args: list[str]):
                   Path('runs', asked.get('recipe') or asked.get('corpus', 'toy-ende')))
     model = asked.get('model', SHIPPED)
     corpus = own_corpus(model) if args[:1] == ['evaluate'] and 'corpus' not in asked else CorpusConfig()
-    decoding = decoding_of(made_of(model), Path(model) / 'training.json')
+    about = Path(model) / 'training.json'
+    decoding = decoding_of(read_json(about), about)
     def command(cls, name, *default):
         return Annotated[cls, tyro.conf.subcommand(name, **{'default': d for d in default})]
     kinds = (command(Train, 'train', train) | command(Evaluate, 'evaluate', Evaluate(corpus, decoding))

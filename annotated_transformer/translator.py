@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from .attention import record_attention
 from .batches import pad_rows
 from .decoding import DecodingConfig, Hypothesis, beam_search, sample, score_translations
-from .checkpoints import load_model, save_model
+from .checkpoints import load_model, read_json, save_model
 from .scoring import perplexity
 from .vocabulary import BOS, EOS, PAD, Tokenizer, load_tokenizer, write_whole
 
@@ -159,9 +159,7 @@ class ModelFolder:
         if not (folder / 'tokenizer.json').is_file():
             raise FileNotFoundError(f'{folder} is no model folder: it has no tokenizer.json')
         about = folder / 'training.json'
-        try: training = json.loads(about.read_text('utf-8')) if about.is_file() else {}
-        except ValueError as error: raise ValueError(f'{about} is damaged: {error}') from None
-        decoding_of(training, about)
+        decoding_of(training := read_json(about), about)
         return cls(model.to(device or best_device()), load_tokenizer(folder / 'tokenizer.json'), training)
 
     def save(self, folder: str | Path) -> None:

@@ -193,6 +193,8 @@ def test_a_models_own_decoding_settings_are_the_defaults(trained, tmp_path, caps
     assert parse(['evaluate', f'--model={tmp_path}', '--alpha', '0']).decoding == DecodingConfig(beam_size=1, alpha=0.)
     (tmp_path / 'training.json').write_text(json.dumps(dict(decoding=dict(beam_size=0))))
     assert 'training.json: its "decoding"' in fails('translate', '--model', tmp_path, 'hello')
+    (tmp_path / 'training.json').write_text('[]')
+    assert 'training.json is damaged: it holds a list' in fails('translate', '--model', tmp_path, 'hello')
 
 KEPT = {'bleu', 'signature', 'chrf', 'chrf_signature', 'sentences', 'seconds'}
 ADDED = {'length_ratio', 'bleu_mean', 'bleu_half_width', 'bleu_interval_signature',

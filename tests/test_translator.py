@@ -300,6 +300,12 @@ def test_settings_that_cannot_be(translator, tmp_path, decoding):
     (tmp_path / 'training.json').write_text(json.dumps(dict(decoding=decoding)))
     with pytest.raises(ValueError, match=r'training\.json: its "decoding" cannot be'): Translator.load(tmp_path)
 
+@pytest.mark.parametrize('text', ['[]', '{"run": ', '7'])
+def test_a_damaged_training_json_is_named(translator, tmp_path, text):
+    translator.save(tmp_path)
+    (tmp_path / 'training.json').write_text(text)
+    with pytest.raises(ValueError, match=r'training\.json is damaged'): Translator.load(tmp_path)
+
 
 # --- the hub
 
