@@ -20,11 +20,12 @@ from annotated_transformer.vocabulary import write_whole
 
 SPLITS = {'': 'train', 'val-': 'val', 'test-': 'test_2016_flickr'} # of the cut text, by how their flags begin
 
-def run(*args) -> None:
-    "One command, printed first."
-    args = [str(arg) for arg in args]
-    print(shlex.join(['annotated-transformer', *args]) + '\n', end='', flush=True) # one write: several run at once
-    if subprocess.run([sys.executable, '-m', 'annotated_transformer', *args]).returncode:
+def run(*args, processes: int = 1) -> None:
+    "One command, by torchrun if on several processes; printed first."
+    torchrun = ['torchrun', '--standalone', '--nproc-per-node', str(processes), '-m'] if processes > 1 else []
+    args = [*torchrun, 'annotated_transformer' if torchrun else 'annotated-transformer', *map(str, args)]
+    print(shlex.join(args) + '\n', end='', flush=True) # one write: several run at once
+    if subprocess.run([Path(sys.executable).parent / args[0], *args[1:]]).returncode:
         raise SystemExit('stopped: the same call goes on from here')
 
 def read(path: Path) -> list[str]: return path.read_text('utf-8').split('\n')[:-1]
@@ -40,10 +41,10 @@ def teach(args, text: dict[str, Path]) -> list[dict[str, list[str]]]: # text: a 
     def work(name):
         known, new, seed = teachers[name]
         run('train', '--recipe', 'multi30k-en-de', '--corpus', 'multi30k', '--pair', f'{known}-{new}', '--seed', seed,
-            '--data-dir', args.data_dir, *shlex.split(args.flags), '--out', args.runs/name)
+            '--data-dir', args.data_dir, *shlex.split(args.flags), *shlex.split(args.teachers), '--out', args.runs/name)
         written = args.runs/f'{name}.{new}'
         if not written.exists(): run('translate', '--model', args.runs/name, '--input', text[known],
-                                     '--beam-size', 5, '--alpha', args.alpha, '--output', written)
+                                     '--beam-size', args.beam_size, '--alpha', args.alpha, '--output', written)
         return {known: read(text[known]), new: read(written)}
     with ThreadPoolExecutor(args.jobs) as pool: return list(pool.map(work, teachers))
 
@@ -60,10 +61,13 @@ def main():
     parser.add_argument('--tokenized', type=Path, help='holds its lower-cased text cut into words')
     parser.add_argument('--pair', default='en-de', help='source and target language')
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3], help='of the forward teachers')
+    parser.add_argument('--beam-size', type=int, default=5, help="of the teachers' search")
     parser.add_argument('--alpha', type=float, default=1.4, help="of the teachers' search: no text may be short")
     parser.add_argument('--flags', default='', help="further flags of every run: '--precision bfloat16', say")
+    parser.add_argument('--teachers', default='', help="further flags of the teachers' runs")
     parser.add_argument('--student', default='--dropout 0.2 --max-epochs 20', help="further flags of the student's run")
     parser.add_argument('--jobs', type=int, default=1, help='teachers at work at the same time')
+    parser.add_argument('--processes', type=int, default=1, help='that the student is trained by, with torchrun')
     parser.add_argument('--runs', type=Path, default=Path('runs/diversified'), help='folder of the runs and texts')
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
@@ -74,6 +78,7 @@ def main():
     if cut: further = {lang: lowercased_tokenized(lines, lang) for lang, lines in further.items()}
     src, tgt = (write(args.runs/f'further{cut}.{lang}', further[lang]) for lang in langs)
     run('train', '--recipe', 'multi30k-en-de', *corpus_flags(args), '--extra-src', src, '--extra-tgt', tgt,
-        *shlex.split(args.flags), *shlex.split(args.student), '--out', args.runs/f'student{cut}')
+        *shlex.split(args.flags), *shlex.split(args.student), '--out', args.runs/f'student{cut}',
+        processes=args.processes)
 
 if __name__ == '__main__': main()
