@@ -327,7 +327,7 @@ def content(path: Path) -> bytes | None: return path.read_bytes() if path.exists
 
 def read_json(path: Path) -> dict:
     "What a file of settings holds; nothing if there is none. Raises ValueError that names a damaged one."
-    try: held = json.loads(path.read_text('utf-8')) if path.is_file() else {}
+    try: held = json.loads(path.read_bytes()) if path.is_file() else {}
     except ValueError as error: raise ValueError(f'{path} is damaged: {error}') from None
     if not isinstance(held, dict): raise ValueError(f'{path} is damaged: it holds a {type(held).__name__}')
     return held

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['READERS', 'MARIAN_PARTS', 'MARIAN_NORMS', 'MARIAN_ENDS', 'MARIAN', 'OWN_TOKENIZER', 'NEVER', 'MARIAN_IDS',
            'QUANTIZATIONS', 'require', 'torch_attention', 'torch_stack', 'to_torch_transformer', 'torch_settings',
-           'from_torch_transformer', 'interleaved', 'feature_axis', 'marian_name', 'read_json', 'marian_config',
+           'from_torch_transformer', 'interleaved', 'feature_axis', 'marian_name', 'marian_file', 'marian_config',
            'marian_vocabulary', 'special_rows', 'marian_tokenizer', 'marian_bytes', 'marian_weights', 'marian_tables',
            'take', 'pick_rows', 'marian_model', 'reorder', 'check_rest', 'import_marian', 'transformers_files',
            'marian_settings', 'marian_state', 'export_marian', 'ctranslate2_library', 'put_linear', 'put_norm',
@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from .checkpoints import as_json, fill, whole
+from .checkpoints import as_json, fill, read_json, whole
 from .decoding import DecodingConfig
 from .layers import ACTIVATIONS, Decoder, Encoder
 from .positions import SinusoidalPositions, sinusoids
@@ -163,22 +163,16 @@ MARIAN = dict( # what a config.json means that is silent about a setting
     scale_embedding=False, share_encoder_decoder_embeddings=True, tie_word_embeddings=True,
     static_position_embeddings=True, normalize_before=False, normalize_embedding=False, add_final_layer_norm=False)
 
-def read_json(folder: Path, name: str, needed: bool = True) -> dict:
-    "The object in a file of a Marian folder; {} for one that may be missing. FileNotFoundError or ValueError names it."
-    path = folder / name
-    if not path.is_file():
-        if needed: raise FileNotFoundError(f'{folder} is no Marian folder: it has no {name}')
-        return {}
-    try: found = json.loads(path.read_bytes())
-    except ValueError as error: raise ValueError(f'{path} is damaged: {error}') from None
-    if not isinstance(found, dict): raise ValueError(f'{path} is damaged: it holds no object')
-    return found
+def marian_file(folder: Path, name: str) -> dict:
+    "What a file of a Marian folder holds. Raises FileNotFoundError or ValueError that names it."
+    if not (folder / name).is_file(): raise FileNotFoundError(f'{folder} is no Marian folder: it has no {name}')
+    return read_json(folder / name)
 
 def marian_config(
     folder: Path, # holds Marian's config.json
 ) -> dict: # all the settings that matter here
     "Raises FileNotFoundError or ValueError that names the file and the setting which our model has not."
-    c, path = MARIAN | read_json(folder, 'config.json'), folder / 'config.json'
+    c, path = MARIAN | marian_file(folder, 'config.json'), folder / 'config.json'
     alike = {f'decoder_{name}': c[f'encoder_{name}'] for name in ('layers', 'attention_heads', 'ffn_dim')}
     fixed = dict(model_type='marian', static_position_embeddings=True, normalize_before=False,
                  normalize_embedding=False, add_final_layer_norm=False)
@@ -195,7 +189,7 @@ OWN_TOKENIZER = 'annotated_transformer.json' # in a Marian folder that we wrote:
 
 def marian_vocabulary(folder: Path, name: str, size: int) -> list[str]:
     "The pieces of a vocab.json by their ids, as many as the model has rows. Raises ValueError that names the file."
-    ids = read_json(folder, name)
+    ids = marian_file(folder, name)
     pieces = {i: piece for piece, i in ids.items()}
     strange = [i for i in pieces if not isinstance(i, int) or not 0 <= i < size]
     if strange or len(pieces) < len(ids):
@@ -226,7 +220,7 @@ def marian_tokenizer(
     sizes = c['vocab_size'], c['decoder_vocab_size']
     if (folder / OWN_TOKENIZER).is_file():
         return load_tokenizer(folder / OWN_TOKENIZER), [list(range(size)) for size in sizes]
-    about = read_json(folder, 'tokenizer_config.json', needed=False)
+    about = read_json(folder / 'tokenizer_config.json')
     name = 'target_vocab.json' if about.get('separate_vocabs') else 'vocab.json'
     vocabularies = [marian_vocabulary(folder, *which) for which in zip(('vocab.json', name), sizes)]
     heads = [special_rows(folder, c, vocabulary) for vocabulary in vocabularies]
@@ -354,7 +348,7 @@ def import_marian(
     path, weights = marian_weights(folder)
     try: model = marian_model(path, weights, c, rows)
     except TypeError as error: raise ValueError(f'{folder}/config.json: {error}') from None
-    about = c | read_json(folder, 'generation_config.json', needed=False)     # older folders have it all in config.json
+    about = c | read_json(folder / 'generation_config.json')     # older folders have it all in config.json
     about = dict(length_penalty=1.0, num_beams=4) | {k: x for k, x in about.items() if x is not None}
     least = about.get('min_new_tokens') or max(0, about.get('min_length', 0) - 1) # theirs counts the first token, ours not
     decoding = dict(alpha=float(about['length_penalty']), length_offset=0.0, beam_size=about['num_beams'],
