@@ -46,12 +46,16 @@ def main():
     parser.add_argument('--beam-size', type=int, default=4, help='of the search (4)')
     parser.add_argument('--alpha', type=float, default=0.6, help="of the search's length penalty (0.6)")
     parser.add_argument('--tokenized', action='store_true', help='the corpus is lower-cased and cut into words')
+    parser.add_argument('--teacher', type=Path, action='append', default=[],
+                        help='a run whose translations it learned from, counted into its minutes; may be repeated')
     args = parser.parse_args()
     translator = Translator.load(args.run)
     made = translator.training
+    teachers = {run.name: json.loads((run / 'training.json').read_text('utf-8'))['progress']['minutes']
+                for run in args.teacher}
     corpus = load_corpus(CorpusConfig(**made['run']['corpus'] | ({'data_dir': args.data_dir} if args.data_dir else {})))
     metrics = dict(parameters=count_parameters(translator.model),
-                   training_minutes=round(made['progress']['minutes'], 2),
+                   training_minutes=round(made['progress']['minutes'] + sum(teachers.values()), 2),
                    steps=made['progress']['step'], epochs=made['progress']['epoch'],
                    target_tokens=made['progress']['tokens'])
     details, search = {}, dict(beam_size=args.beam_size, alpha=args.alpha)
@@ -67,6 +71,7 @@ def main():
         print(', '.join(f'{name} {figure}' for name, figure in told.items()))
     record = dict(name=args.name, command=args.command, seed=made['run']['training']['seed'], machine=machine(),
                   date=str(date.today()), search=search, metrics=metrics, scores=details, versions=made['versions'],
+                  **(dict(teachers_minutes=teachers) if teachers else {}),
                   settings={k: v for k, v in made['run'].items() if k != 'corpus'} | dict(
                       corpus={k: made['run']['corpus'][k] for k in ('corpus', 'pair')}),
                   weights_sha256=hashlib.sha256((args.run / 'model.safetensors').read_bytes()).hexdigest())
