@@ -101,9 +101,10 @@ def main():
             if name == FIRST: record |= dict(averages=averaged(out, val), searches=searched(out, val))
     seeds = [rows[name]['val_bleu'] for name in SEEDS]
     rows = {name: rows[name] for name in SEEDS | VARIANTS if name in rows}
+    only = ['--only', *(name for name in VARIANTS if name in rows)] if len(rows) < len(SEEDS | VARIANTS) else []
     record |= dict(name='recipe', seed=1, machine=machine(), date=str(date.today()), versions=versions(),
                    command=shlex.join(['python', 'benchmarks/recipe.py', '--data-dir', 'DIR',
-                                       '--epochs', str(args.epochs), f'--flags={args.flags}']),
+                                       '--epochs', str(args.epochs), f'--flags={args.flags}', *only]),
                    metrics=dict(mean=statistics.mean(seeds), spread=statistics.stdev(seeds), variants=rows))
     write_whole(args.out, json.dumps(record, indent=2) + '\n')
     print(f'the recipe, three seeds: {statistics.mean(seeds):.2f} ± {statistics.stdev(seeds):.2f}')
