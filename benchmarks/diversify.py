@@ -5,10 +5,10 @@
     python benchmarks/diversify.py --data-dir DIR --tokenized DIR # the student learns older papers' kind of text
 
 Nguyen et al. (2020): every forward teacher translates the training sentences, the backward one their translations,
-and a student learns from all that beside what people wrote. Each step is a command of `annotated-transformer`,
-printed as it begins; what is finished is not done again, so the same call goes on where it was stopped. With
---tokenized the student's text is lower-cased and cut into words, in a folder that holds it so; what the teachers
-write is cut by the same rules. No test split is looked at.
+and a student learns from all that beside what people wrote. At last it is polished: a short run from there, on what
+people wrote alone. Each step is a command of `annotated-transformer`, printed as it begins; what is finished is not
+done again, so the same call goes on where it was stopped. With --tokenized the student's text is lower-cased and cut
+into words, in a folder that holds it so; what the teachers write is cut by the same rules. No test split is looked at.
 """
 import argparse, shlex, subprocess, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +34,11 @@ def write(path: Path, lines: list[str]) -> Path:
     write_whole(path, ''.join(line + '\n' for line in lines))
     return path
 
+def written(path: Path, n_best: int) -> list[tuple[int, str]]:
+    "What `translate` wrote: the number of the sentence, and a translation."
+    if n_best == 1: return list(enumerate(read(path)))
+    return [(int(number) - 1, way) for number, _, way in (line.split('\t', 2) for line in read(path))]
+
 def teach(args, text: dict[str, Path]) -> list[dict[str, list[str]]]: # text: a file of the training split's sentences
     "Train the teachers; for each, by language, the people's sentences and its translations of them."
     src, tgt = args.pair.split('-')
@@ -42,10 +47,12 @@ def teach(args, text: dict[str, Path]) -> list[dict[str, list[str]]]: # text: a 
         known, new, seed = teachers[name]
         run('train', '--recipe', 'multi30k-en-de', '--corpus', 'multi30k', '--pair', f'{known}-{new}', '--seed', seed,
             '--data-dir', args.data_dir, *shlex.split(args.flags), *shlex.split(args.teachers), '--out', args.runs/name)
-        written = args.runs/f'{name}.{new}'
-        if not written.exists(): run('translate', '--model', args.runs/name, '--input', text[known],
-                                     '--beam-size', args.beam_size, '--alpha', args.alpha, '--output', written)
-        return {known: read(text[known]), new: read(written)}
+        path, sentences = args.runs/f'{name}-best-{args.n_best}.{new}', read(text[known])
+        if not path.exists(): run('translate', '--model', args.runs/name, '--input', text[known],
+                                  '--beam-size', args.beam_size, '--alpha', args.alpha, '--n-best', args.n_best,
+                                  '--output', path)
+        rows = written(path, args.n_best)
+        return {known: [sentences[number] for number, _ in rows], new: [way for _, way in rows]}
     with ThreadPoolExecutor(args.jobs) as pool: return list(pool.map(work, teachers))
 
 def corpus_flags(args) -> list:
@@ -62,10 +69,13 @@ def main():
     parser.add_argument('--pair', default='en-de', help='source and target language')
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3], help='of the forward teachers')
     parser.add_argument('--beam-size', type=int, default=5, help="of the teachers' search")
+    parser.add_argument('--n-best', type=int, default=3, help='translations of each sentence by each teacher')
     parser.add_argument('--alpha', type=float, default=1.4, help="of the teachers' search: no text may be short")
     parser.add_argument('--flags', default='', help="further flags of every run: '--precision bfloat16', say")
     parser.add_argument('--teachers', default='', help="further flags of the teachers' runs")
     parser.add_argument('--student', default='--dropout 0.2 --max-epochs 20', help="further flags of the student's run")
+    parser.add_argument('--polish', default='--dropout 0.2 --peak-rate 5e-4 --warmup 100 --max-epochs 6',
+                        help='further flags of the run that polishes it')
     parser.add_argument('--jobs', type=int, default=1, help='teachers at work at the same time')
     parser.add_argument('--processes', type=int, default=1, help='that the student is trained by, with torchrun')
     parser.add_argument('--runs', type=Path, default=Path('runs/diversified'), help='folder of the runs and texts')
@@ -77,8 +87,10 @@ def main():
     further = {lang: [line for pairs in taught for line in pairs[lang]] for lang in langs}
     if cut: further = {lang: lowercased_tokenized(lines, lang) for lang, lines in further.items()}
     src, tgt = (write(args.runs/f'further{cut}.{lang}', further[lang]) for lang in langs)
-    run('train', '--recipe', 'multi30k-en-de', *corpus_flags(args), '--extra-src', src, '--extra-tgt', tgt,
-        *shlex.split(args.flags), *shlex.split(args.student), '--out', args.runs/f'student{cut}',
-        processes=args.processes)
+    def learn(out: Path, *flags): run('train', '--recipe', 'multi30k-en-de', *corpus_flags(args), *flags,
+                                      '--out', out, processes=args.processes)
+    student = args.runs/f'student{cut}'
+    learn(student, '--extra-src', src, '--extra-tgt', tgt, '--unique', *shlex.split(args.flags), *shlex.split(args.student))
+    learn(args.runs/f'polished{cut}', '--start-from', student, *shlex.split(args.flags), *shlex.split(args.polish))
 
 if __name__ == '__main__': main()

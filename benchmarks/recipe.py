@@ -38,8 +38,8 @@ VARIANTS = {
     'inner width 512': '--d-ff 512', 'width 256': '--d-model 256 --d-ff 512 --peak-rate 2e-3',
 }
 SEARCH = dict(beam_size=5, alpha=1.0)                   # of every score but those of SEARCHES
-SEARCHES = {f'beam {beam}, alpha {alpha}': dict(beam_size=beam, alpha=alpha)
-            for beam in (1, 4, 5, 8) for alpha in (0.6, 1.0, 1.4, 1.7)}
+SEARCHES = {'greedy': dict(beam_size=1)} | {f'beam {beam}, alpha {alpha}': dict(beam_size=beam, alpha=alpha)
+                                            for beam in (4, 5, 8) for alpha in (0.6, 1.0, 1.4, 1.7)}
 
 def train(name: str, flags: str, args) -> Path:
     "One variant, trained to its end: its folder."
