@@ -5,10 +5,10 @@
     python benchmarks/diversify.py --data-dir DIR --tokenized DIR # the student learns older papers' kind of text
 
 Nguyen et al. (2020): every forward teacher translates the training sentences, the backward one their translations,
-and a student learns from all that beside what people wrote. At last it is polished: a short run from there, on what
-people wrote alone. Each step is a command of `annotated-transformer`, printed as it begins; what is finished is not
-done again, so the same call goes on where it was stopped. With --tokenized the student's text is lower-cased and cut
-into words, in a folder that holds it so; what the teachers write is cut by the same rules. No test split is looked at.
+and a student learns from all that beside what people wrote. Each step is a command of `annotated-transformer`,
+printed as it begins; what is finished is not done again, so the same call goes on where it was stopped. With
+--tokenized the student's text is lower-cased and cut into words, in a folder that holds it so; what the teachers
+write is cut by the same rules. No test split is looked at.
 """
 import argparse, shlex, subprocess, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +19,8 @@ from annotated_transformer.scoring import lowercased_tokenized
 from annotated_transformer.vocabulary import write_whole
 
 SPLITS = {'': 'train', 'val-': 'val', 'test-': 'test_2016_flickr'} # of the cut text, by how their flags begin
+STUDENT = ('--positions rotary --d-model 256 --d-ff 512 --dropout 0.2 --max-tokens 4096 --peak-rate 2.5e-3 --warmup 1000 '
+           '--max-epochs 20 --max-steps 10000 --average 12') # more text has room for a wider model
 
 def run(*args, processes: int = 1) -> None:
     "One command, by torchrun if on several processes; printed first."
@@ -73,9 +75,7 @@ def main():
     parser.add_argument('--alpha', type=float, default=1.4, help="of the teachers' search: no text may be short")
     parser.add_argument('--flags', default='', help="further flags of every run: '--precision bfloat16', say")
     parser.add_argument('--teachers', default='', help="further flags of the teachers' runs")
-    parser.add_argument('--student', default='--dropout 0.2 --max-epochs 20', help="further flags of the student's run")
-    parser.add_argument('--polish', default='--dropout 0.2 --peak-rate 5e-4 --warmup 100 --max-epochs 6',
-                        help='further flags of the run that polishes it')
+    parser.add_argument('--student', default=STUDENT, help="further flags of the student's run (%(default)s)")
     parser.add_argument('--jobs', type=int, default=1, help='teachers at work at the same time')
     parser.add_argument('--processes', type=int, default=1, help='that the student is trained by, with torchrun')
     parser.add_argument('--runs', type=Path, default=Path('runs/diversified'), help='folder of the runs and texts')
@@ -87,10 +87,8 @@ def main():
     further = {lang: [line for pairs in taught for line in pairs[lang]] for lang in langs}
     if cut: further = {lang: lowercased_tokenized(lines, lang) for lang, lines in further.items()}
     src, tgt = (write(args.runs/f'further{cut}.{lang}', further[lang]) for lang in langs)
-    def learn(out: Path, *flags): run('train', '--recipe', 'multi30k-en-de', *corpus_flags(args), *flags,
-                                      '--out', out, processes=args.processes)
-    student = args.runs/f'student{cut}'
-    learn(student, '--extra-src', src, '--extra-tgt', tgt, '--unique', *shlex.split(args.flags), *shlex.split(args.student))
-    learn(args.runs/f'polished{cut}', '--start-from', student, *shlex.split(args.flags), *shlex.split(args.polish))
+    run('train', '--recipe', 'multi30k-en-de', *corpus_flags(args), '--extra-src', src, '--extra-tgt', tgt, '--unique',
+        *shlex.split(args.flags), *shlex.split(args.student), '--out', args.runs/f'student{cut}',
+        processes=args.processes)
 
 if __name__ == '__main__': main()
