@@ -62,7 +62,7 @@ def averaged(folder: Path, pairs) -> dict[str, float]:
     "BLEU of averages of a trained run's last checkpoints."
     kept, found = checkpoints(folder), {}
     with tempfile.TemporaryDirectory() as room:
-        for n in sorted({1, 5, min(10, len(kept))}):
+        for n in (n for n in (1, 5, 10) if n <= len(kept)):
             model = Translator.load(average_checkpoints(kept[-n:], Path(room, str(n))))
             found[f'average of {n}'] = evaluate(model, pairs, **SEARCH)[0].bleu
     return found
@@ -98,9 +98,9 @@ def main():
         for name, out in zip(missing, pool.map(lambda item: train(*item, args), missing.items())):
             rows[name] = scored(out, missing[name], val)
             print(f"{name:<28} val BLEU {rows[name]['val_bleu']:.2f}, {rows[name]['minutes']:.1f} minutes", flush=True)
-    if FIRST in missing or record['searches'].keys() != SEARCHES.keys():
-        first = train(FIRST, SEEDS[FIRST], args) # its folder: what is finished is not trained again
-        record |= dict(averages=averaged(first, val), searches=searched(first, val))
+            if name == FIRST: record |= dict(averages=averaged(out, val))
+    if FIRST in missing or record['searches'].keys() != SEARCHES.keys(): # what is finished is not trained again
+        record |= dict(searches=searched(train(FIRST, SEEDS[FIRST], args), val))
     seeds = [rows[name]['val_bleu'] for name in SEEDS]
     rows = {name: rows[name] for name in SEEDS | VARIANTS if name in rows}
     only = ['--only', *(name for name in VARIANTS if name in rows)] if len(rows) < len(SEEDS | VARIANTS) else []
