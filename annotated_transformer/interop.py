@@ -7,7 +7,7 @@ __all__ = ['READERS', 'MARIAN_PARTS', 'MARIAN_NORMS', 'MARIAN_ENDS', 'MARIAN', '
            'marian_vocabulary', 'special_rows', 'marian_tokenizer', 'marian_bytes', 'marian_weights', 'marian_tables',
            'take', 'pick_rows', 'marian_model', 'reorder', 'check_rest', 'import_marian', 'transformers_files',
            'marian_settings', 'marian_state', 'export_marian', 'ctranslate2_library', 'put_linear', 'put_norm',
-           'put_stack', 'ctranslate2_spec', 'export_ctranslate2', 'CTranslate2Model']
+           'position_table', 'put_stack', 'ctranslate2_spec', 'export_ctranslate2', 'CTranslate2Model']
 
 # %% ../nbs/40_other_implementations.ipynb #x-imports
 import json, math, pickle, warnings
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import safetensors, safetensors.torch
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from .checkpoints import as_json, fill, read_json, whole
 from .decoding import DecodingConfig
 from .layers import ACTIVATIONS, Decoder, Encoder
-from .positions import SinusoidalPositions, sinusoids
+from .positions import LearnedPositions, NoPositions, sinusoids
 from .recurrent import RecurrentConfig
 from .transformer import Transformer, TransformerConfig
 from .translator import ModelFolder
@@ -444,13 +444,18 @@ def put_linear(spec, *maps: nn.Linear) -> None:
 
 def put_norm(spec, norm: nn.LayerNorm) -> None: spec.gamma, spec.beta = norm.weight.detach(), norm.bias.detach()
 
+def position_table(positions: nn.Module, weight: Tensor) -> Float[Tensor, "n d"]:
+    "What is added to embeddings like those of `weight`; CTranslate2's limits are wider than ours."
+    if isinstance(positions, NoPositions): return weight.new_zeros(max(1026, positions.max_len), weight.size(1))
+    table = positions.table.detach()
+    if isinstance(positions, LearnedPositions): return table
+    return torch.cat([table, sinusoids(1026, table.size(1))[len(table):]])
+
 def put_stack(spec, stack: Encoder | Decoder, embed: nn.Embedding, positions: nn.Module) -> None:
     "An encoder or decoder with what is in front of it; it multiplies embeddings by the root of d_model, as ours does."
     into = spec.embeddings[0] if isinstance(stack, Encoder) else spec.embeddings
-    table, (n, d) = positions.table.detach(), positions.table.shape
-    if isinstance(positions, SinusoidalPositions):
-        table = torch.cat([table, sinusoids(1026, d)[n:]]) # its limits are wider
-    into.weight, spec.position_encodings.encodings = embed.weight.detach(), table
+    into.weight = embed.weight.detach()
+    if hasattr(spec, 'position_encodings'): spec.position_encodings.encodings = position_table(positions, into.weight)
     if hasattr(spec, 'layer_norm'): put_norm(spec.layer_norm, stack.norm)
     for theirs, ours in zip(spec.layer, stack.layers):
         own, ff = ours.self_attention, ours.feed_forward
@@ -471,10 +476,12 @@ QUANTIZATIONS = 'float32', 'int8', 'int8_float32'
 def ctranslate2_spec(own: ModelFolder):
     "A model folder of ours in CTranslate2's terms. Raises ValueError for what it has not."
     library, c = ctranslate2_library(), own.model.config
-    require(c, 'CTranslate2', positions=('sinusoidal', 'learned'))
+    require(c, 'CTranslate2', positions=('sinusoidal', 'learned', 'rotary'))
     activation = library.specs.Activation[{'relu': 'RELU', 'swish': 'SWISH', 'gelu': 'GELU'}[c.activation]]
-    spec = library.specs.TransformerSpec.from_config(
-        c.n_layers, c.n_heads, pre_norm=c.norm == 'pre', activation=activation)
+    stacks = library.specs.transformer_spec.TransformerEncoderSpec, library.specs.transformer_spec.TransformerDecoderSpec
+    spec = library.specs.TransformerSpec(*(
+        stack(c.n_layers, c.n_heads, pre_norm=c.norm == 'pre', activation=activation,
+              rotary_dim=c.d_model // c.n_heads if c.positions == 'rotary' else None) for stack in stacks))
     put_stack(spec.encoder, own.model.encoder, own.model.src_embed, own.model.src_positions)
     put_stack(spec.decoder, own.model.decoder, own.model.tgt_embed, own.model.tgt_positions)
     output = own.model.output
@@ -494,7 +501,7 @@ def export_ctranslate2(
     quantization: str = 'float32', # or 'int8', 'int8_float32'
 ) -> Path: # `out`, which `ctranslate2.Translator` reads; with our tokenizer.json
     """ImportError without the library;
-    ValueError names what CTranslate2 has not: positions inside attention, own d_k or d_v.
+    ValueError names what CTranslate2 has not: ALiBi in both stacks, own d_k or d_v.
     """
     library, out = ctranslate2_library(), Path(out)
     if quantization not in QUANTIZATIONS:

@@ -354,8 +354,8 @@ def test_words_go_out_as_ids(tmp_path):
 
 # --- CTranslate2
 
-@pytest.fixture(scope='module')
-def trained(tmp_path_factory):
+@pytest.fixture(scope='module', params=['sinusoidal', 'rotary'])
+def trained(request, tmp_path_factory):
     "A small model that has learned some toy EN-DE, in its folder."
     torch.manual_seed(0)
     pairs = [(p.src, p.tgt) for p in toy_ende('train', n=3000)]
@@ -363,7 +363,7 @@ def trained(tmp_path_factory):
         [(lang, [pair[side] for pair in pairs]) for side, lang in enumerate(('en', 'de'))], 2000)
     model = Transformer(TransformerConfig(
         len(words), n_layers=2, d_model=64, d_ff=128, n_heads=4, dropout=0.0, max_len=64,
-        norm='pre', activation='swish', output_bias=True))
+        norm='pre', activation='swish', output_bias=True, positions=request.param))
     loader = BatchLoader(encode_pairs(pairs, words, ('en', 'de'), 64), max_tokens=700, seed=1)
     adam, steps = torch.optim.Adam(model.parameters(), 5e-3, (0.9, 0.98)), 400
     rate = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: min(1, (step + 1)/60) * (1 - step/steps))
@@ -394,7 +394,8 @@ def test_ctranslate2_translates_as_we_do(trained, tmp_path):
 @pytest.mark.parametrize('change', [
     dict(), dict(norm='pre', activation='gelu'), dict(positions='learned', tied=False),
     dict(activation='swish', output_bias=True, n_heads=1),
-    dict(norm='pre', positions='learned', n_layers=3)], ids=str)
+    dict(norm='pre', positions='learned', n_layers=3),
+    dict(positions='rotary'), dict(norm='pre', positions='rotary', n_heads=1, max_len=2000)], ids=str)
 def test_ctranslate2_gives_our_log_probabilities(tmp_path, change):
     own = ModelFolder(stirred(replace(CONFIG, **change)), BPE)
     own.save(tmp_path/'ours')
