@@ -168,6 +168,8 @@ def windows(
 class BatchLoader:
     """The batches of each epoch, a function of the seed and the epoch alone;
     of several processes, each gets its rows of every batch.
+
+    Raises ValueError for a rank that is none of theirs, and for a pair that exceeds the budget alone.
     """
     def __init__(
         self,

@@ -40,7 +40,7 @@ def as_json(what: dict) -> str: return json.dumps(what, indent=2) + '\n'
 
 # %% ../nbs/17_checkpoints.ipynb #08-a21730
 def load_weights(model: nn.Module, path: Path) -> None:
-    "Fill a model from a safetensors file whose names and shapes must be exactly the model's."
+    "Fill a model from a safetensors file. ValueError unless its names and shapes are exactly the model's."
     try: weights = safetensors.torch.load_file(path)
     except safetensors.SafetensorError as e: raise ValueError(f'{path} is no safetensors file: {e}') from e
     own = dict(model.named_parameters())
@@ -279,7 +279,10 @@ def keep(
     last: int,                 # how many of the newest stay
     best: Sequence[int] = (),  # steps that stay besides
 ) -> None:
-    "Remove all other checkpoints, and what a killed process left half-made. Only the process that writes may call it."
+    """Remove all other checkpoints, and what a killed process left half-made.
+
+    Only the process that writes may call it. ValueError for a `last` below 1.
+    """
     if last < 1: raise ValueError(f'last={last} must be a positive number: the newest checkpoint always stays')
     stay = {checkpoint_name(Progress(step)) for step in best}
     mend(out)
@@ -305,7 +308,10 @@ def average_checkpoints(
     folders: Sequence[Path], # of one model, tokenizer and all
     out: Path,               # must not exist yet
 ) -> Path:
-    "Section 6.1: a model folder whose weights are the mean of several. Raises ValueError for unlike ones."
+    """Section 6.1: a model folder whose weights are the mean of several.
+
+    Raises ValueError for unlike ones or none, FileExistsError for an `out` that is there already.
+    """
     folders, out = [Path(folder) for folder in folders], Path(out)
     if not folders: raise ValueError('there are no checkpoints to average')
     if out.exists(): raise FileExistsError(f'{out} exists: choose another folder for the average')
@@ -344,7 +350,10 @@ def origin(folder: Path) -> dict:
 
 # %% ../nbs/17_checkpoints.ipynb #75-dd3cd8
 def read_log(path: Path) -> list[dict]:
-    "The rows of a `log.jsonl`; a last line that is still being written, or never was to its end, is left out."
+    """The rows of a `log.jsonl`; a last line that is still being written, or never was to its end, is left out.
+
+    Raises ValueError that names any other line which is damaged.
+    """
     rows, (*lines, _) = [], Path(path).read_text('utf-8', errors='replace').split('\n')
     for number, line in enumerate(lines, 1):
         try: rows.append(json.loads(line))

@@ -933,8 +933,8 @@ class _Decoding:
     def runs(self):
         self.found = self.results(self.src)
         lengths = [len(ids) for ids, _ in self.found]
-        return (len(lengths) == len(self.src) and max(lengths) > 0, f'{len(self.src)} sentences to {len(lengths)} translations, '
-                                               f'of {min(lengths)} to {max(lengths)} words')
+        return (len(lengths) == len(self.src) and max(lengths) > 0,
+                f'{len(self.src)} sentences to {len(lengths)} translations, of {min(lengths)} to {max(lengths)} words')
 
     def ends(self):
         odd = sum(any(i in (self.pad, self.bos) for i in ids) or self.eos in ids[:-1] for ids, _ in self.found)

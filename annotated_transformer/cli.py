@@ -105,7 +105,7 @@ class Evaluate:
         return str(self.translations), *map(list, zip(*pairs)), {}, {}
 
     def translated(self):
-        "The model's translations, its perplexity on the references, and how long it took."
+        "The model's translations, its perplexity on the references, its time. ValueError for languages not its own."
         folder = self.model or SHIPPED
         translator, corpus = Translator.load(folder), load_corpus(self.corpus)
         if corpus.langs != tuple(translator.tokenizer.langs):

@@ -200,7 +200,7 @@ def table_rows(
             except csv.Error as error:
                 raise ValueError(f'{path}, line {number}: {error} (a quoted column must end on its line)') from None
             first, notes = False, {value for name, value in anki.items() if name.endswith(' column')}
-            row = [column for i, column in enumerate(row, 1) if str(i) not in notes] # what is no sentence may come first
+            row = [column for i, column in enumerate(row, 1) if str(i) not in notes] # these may come first
             if len(row) < 2: raise ValueError(f'{path}, line {number}: one column where source, tab, target should be')
             yield number, [html.unescape(re.sub('<[^>]*>', ' ', c)) for c in row] if anki.get('html') == 'true' else row
     if first: raise ValueError(f'{path} is empty: it has settings only')
@@ -346,7 +346,11 @@ def read_multi30k(
     data_dir: str | Path | None = None,   # a folder with `split.lang.gz` or `split.lang`; None: the cache or a download
     mirrors: Sequence[str] | None = None, # folders on the net; None: `MIRRORS`
 ) -> list[str]:
-    "One side of a split. A gzipped file must have the known sum, any file the known number of lines: else ValueError."
+    """One side of a split.
+
+    A gzipped file must have the known sum, any file the known number of lines: else ValueError.
+    FileNotFoundError names what `data_dir` lacks, OSError what could not be downloaded.
+    """
     name = f'{split}.{lang}.gz'
     if data_dir is not None:
         path = next((p for p in (Path(data_dir)/name, Path(data_dir)/name[:-3]) if p.is_file()), None)
@@ -443,7 +447,8 @@ def stream_wmt14(
 ) -> Iterator[tuple[str, str]]:
     """Pairs of WMT 2014.
 
-    Raises ImportError without the library `datasets`, FileNotFoundError for files that are not there.
+    Raises ImportError without the library `datasets`, FileNotFoundError for files that are not there,
+    ValueError for files in other languages.
     """
     name = f'{langs[0] if langs[1] == "en" else langs[1]}-en'
     kind, files = ('', []) if data_dir is None else wmt14_files(split, name, Path(data_dir))
@@ -579,7 +584,10 @@ def put_aside(
     splits: Mapping[str, Callable[[], Pairs]], # what makes the splits that there are
     size: int,        # pairs for each split that is missing
 ) -> dict[str, Callable[[], Pairs]]:
-    "What makes `train`, `val` and `test`: those that are missing are taken out of `train`."
+    """What makes `train`, `val` and `test`: those that are missing are taken out of `train`.
+
+    What it gives raises ValueError where `train` is too small for that.
+    """
     missing = {part: size for part in ('val', 'test') if part not in splits}
     if 'train' not in splits or not missing: return dict(splits)
     @cache
@@ -612,7 +620,10 @@ def stream_corpus(
     pairs: Callable[[], Iterable[tuple[str, str]]],  # begins to read the training pairs
     files: Sequence[Path],                           # that they are read from
 ) -> Corpus:
-    "A corpus whose training pairs are a stream, cleaned; the splits that are missing are taken out of it."
+    """A corpus whose training pairs are a stream, cleaned; the splits that are missing are taken out of it.
+
+    Reading one raises ValueError where the stream is too short for that.
+    """
     dropped, missing = {}, {part: config.held_out for part in ('val', 'test') if part not in splits}
     name = [*files, config.corpus][0]
     def kept():
@@ -646,7 +657,7 @@ def large_tsv(config: CorpusConfig) -> Corpus:
     return stream_corpus(config, {}, partial(stream_tsv, config.tsv), [config.tsv])
 
 def wmt14(config: CorpusConfig) -> Corpus:
-    "WMT 2014 between English and another of its languages."
+    "WMT 2014 between English and another of its languages. ValueError for other languages."
     check_langs(config, 'en', *WMT14_LANGS)
     if 'en' not in config.langs: raise ValueError(f'corpus wmt14 has English on one side, so no pair {config.pair!r}')
     def pairs(split): return stream_wmt14(WMT14_SPLITS[split], config.langs, config.data_dir)

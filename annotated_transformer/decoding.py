@@ -63,7 +63,7 @@ def length_penalty(
 # %% ../nbs/21_decoding.ipynb #35-cfae14
 @dataclass(frozen=True)
 class DecodingConfig:
-    "How translations are searched for; the paper's settings (6.1) unless changed."
+    "How translations are searched for; the paper's settings (6.1) unless changed. ValueError for what cannot be."
     beam_size: int = 4        # live hypotheses of a sentence; 1 is greedy
     alpha: float = 0.6        # length penalty: 0 none, 1 nearly in proportion to the length
     length_offset: float = 5. # of the length penalty; 0: as in Marian, CTranslate2 and transformers
@@ -378,7 +378,8 @@ def threads_for(
     device: torch.device,
 ):
     "One thread of the CPU where there is too little to do for more; afterwards as many as before."
-    if device.type != 'cpu' or rows * getattr(model.config, 'd_model', 1) * model.config.vocab_size > LITTLE: return (yield)
+    work = rows * getattr(model.config, 'd_model', 1) * model.config.vocab_size
+    if device.type != 'cpu' or work > LITTLE: return (yield)
     with _lock:
         before = _searches[0] if _searches else torch.get_num_threads()
         _searches.append(before)

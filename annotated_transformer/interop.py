@@ -237,6 +237,7 @@ def marian_tokenizer(
                        for head, own in zip(heads, ids)]
 
 def marian_bytes(path: Path) -> bytes:
+    "The contents of a file. FileNotFoundError says what the folder lacks."
     if not path.is_file(): raise FileNotFoundError(f'{path.parent} is no Marian folder: it has no {path.name}')
     return path.read_bytes()
 
@@ -338,7 +339,7 @@ def import_marian(
 ) -> Path: # `out`, a model folder of ours
     """A Marian or OPUS-MT folder becomes one that `Translator` loads.
 
-    FileNotFoundError or ValueError names the file at fault.
+    FileNotFoundError or ValueError names the file at fault, FileExistsError an `out` that is there already.
     """
     folder, out = Path(folder), Path(out)
     if out.exists(): raise FileExistsError(f'{out} exists: choose another folder for the model')
@@ -350,7 +351,7 @@ def import_marian(
     except TypeError as error: raise ValueError(f'{folder}/config.json: {error}') from None
     about = c | read_json(folder / 'generation_config.json')     # older folders have it all in config.json
     about = dict(length_penalty=1.0, num_beams=4) | {k: x for k, x in about.items() if x is not None}
-    least = about.get('min_new_tokens') or max(0, about.get('min_length', 0) - 1) # theirs counts the first token, ours not
+    least = about.get('min_new_tokens') or max(0, about.get('min_length', 0) - 1) # the latter counts the first token
     decoding = dict(alpha=float(about['length_penalty']), length_offset=0.0, beam_size=about['num_beams'],
                     no_repeat_ngram=about.get('no_repeat_ngram_size', 0), min_len=least)
     try: DecodingConfig(**decoding)
@@ -407,7 +408,11 @@ def export_marian(
     folder: str | Path, # a model folder of ours; post-norm, sinusoids
     out: str | Path,    # must not exist yet
 ) -> Path: # `out`, which `transformers.MarianMTModel.from_pretrained` reads, and `import_marian`
-    "Raises ValueError that names what Marian has not: another norm, other positions, own d_k or d_v."
+    """A model of ours as a Marian folder.
+
+    Raises ValueError that names what Marian has not: another norm, other positions, own d_k or d_v;
+    FileExistsError for an `out` that is there already.
+    """
     out = Path(out)
     if out.exists(): raise FileExistsError(f'{out} exists: choose another folder for the export')
     own = ModelFolder.load(folder, 'cpu')
@@ -478,10 +483,11 @@ def ctranslate2_spec(own: ModelFolder):
     library, c = ctranslate2_library(), own.model.config
     require(c, 'CTranslate2', positions=('sinusoidal', 'learned', 'rotary'))
     activation = library.specs.Activation[{'relu': 'RELU', 'swish': 'SWISH', 'gelu': 'GELU'}[c.activation]]
-    stacks = library.specs.transformer_spec.TransformerEncoderSpec, library.specs.transformer_spec.TransformerDecoderSpec
-    spec = library.specs.TransformerSpec(*(
+    theirs = library.specs.transformer_spec
+    spec = theirs.TransformerSpec(*(
         stack(c.n_layers, c.n_heads, pre_norm=c.norm == 'pre', activation=activation,
-              rotary_dim=c.d_model // c.n_heads if c.positions == 'rotary' else None) for stack in stacks))
+              rotary_dim=c.d_model // c.n_heads if c.positions == 'rotary' else None)
+        for stack in (theirs.TransformerEncoderSpec, theirs.TransformerDecoderSpec)))
     put_stack(spec.encoder, own.model.encoder, own.model.src_embed, own.model.src_positions)
     put_stack(spec.decoder, own.model.decoder, own.model.tgt_embed, own.model.tgt_positions)
     output = own.model.output
@@ -500,8 +506,10 @@ def export_ctranslate2(
     out: str | Path,    # must not exist yet
     quantization: str = 'float32', # or 'int8', 'int8_float32'
 ) -> Path: # `out`, which `ctranslate2.Translator` reads; with our tokenizer.json
-    """ImportError without the library;
-    ValueError names what CTranslate2 has not: ALiBi in both stacks, own d_k or d_v.
+    """A model of ours as a CTranslate2 folder.
+
+    ImportError without the library; ValueError names what CTranslate2 has not: ALiBi in both stacks, own d_k
+    or d_v; FileExistsError for an `out` that is there already.
     """
     library, out = ctranslate2_library(), Path(out)
     if quantization not in QUANTIZATIONS:
@@ -517,7 +525,10 @@ def export_ctranslate2(
 
 # %% ../nbs/40_other_implementations.ipynb #x-ct2-open
 class CTranslate2Model:
-    "A folder that `export_ctranslate2` wrote, translating text. One line names a file that is missing or does not fit."
+    """A folder that `export_ctranslate2` wrote, translating text.
+
+    FileNotFoundError names a file that is missing, ValueError one that does not fit.
+    """
     def __init__(
         self,
         folder: str | Path,

@@ -57,7 +57,10 @@ class Dropout(nn.Dropout):
 Norm = Literal['post', 'pre']
 
 class AddNorm(nn.Module):
-    "Residual connection and layer norm around a sublayer: after it as printed (3.1), or before it."
+    """Residual connection and layer norm around a sublayer: after it as printed (3.1), or before it.
+
+    ValueError for a norm that is neither.
+    """
     def __init__(
         self,
         d_model: int,

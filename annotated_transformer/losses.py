@@ -106,7 +106,7 @@ def linear_cross_entropy(
 
 # %% ../nbs/15_regularization.ipynb #rd-03
 def _r_drop_and_gradient(logits, targets, smoothing, alpha):
-    "The summed R-Drop loss of logits whose rows are pass 1, pass 2, pass 1, …; they are overwritten with its gradient."
+    "The summed R-Drop loss of logits, rows in turn of pass 1 and pass 2; they are overwritten with its gradient."
     z1, z2 = logits.view(len(targets), 2, -1).unbind(1)
     right, share, half = targets[:, None], smoothing/logits.size(1), alpha/2
     p, q = z1.log_softmax(1), z2.log_softmax(1)
@@ -131,7 +131,7 @@ def r_drop_loss(
     bias: Float[Tensor, "v"] | None = None, # of the output layer
 ) -> Float[Tensor, ""]: # nats, summed over the n tokens and both passes
     """Both cross entropies and alpha/2 of both Kullback-Leibler divergences (R-Drop, 2021, equation 4),
-    without all logits.
+    without all logits. ValueError for a `smoothing` or an `alpha` that cannot be.
     """
     _check_smoothing(smoothing)
     if not 0 <= alpha < float('inf'): raise ValueError(f'alpha={alpha} must be a number from 0 on')

@@ -33,11 +33,11 @@ from .vocabulary import Tokenizer, dropout_pairs, load_tokenizer, use_vectors, w
 # %% ../nbs/24_en_de.ipynb #06-02bf09
 @dataclass(frozen=True)
 class RunConfig:
-    "All that decides what a training run does."
+    "All that decides what a training run does. Raises ValueError for what does not go together."
     corpus: CorpusConfig
     model: TransformerConfig | RecurrentConfig # `vocab_size`: what the tokenizer may have; the model gets what it has
     training: TrainConfig
-    tokenizer: Literal['bpe', 'words', 'sentencepiece'] = 'bpe' # byte-pair encoding or whole words; the last: start_from's
+    tokenizer: Literal['bpe', 'words', 'sentencepiece'] = 'bpe' # the last: only with `start_from`, whose it is
     val_sentences: int = 0 # sentences of `val` translated greedily for a BLEU at each validation; 0: none
     bpe_dropout: float = 0.0 # share of merges left out at random, anew in every epoch (page 12); 0: none
     vectors: Path | None = None # word vectors to start from, in GloVe's or fastText's text format (page 12)
@@ -176,7 +176,8 @@ def run_tokenizer(out: Path, config: RunConfig, corpus: Corpus, overwrite: bool 
     if config.start_from:
         tokenizer = load_tokenizer(Path(config.start_from) / 'tokenizer.json')
         if tuple(tokenizer.langs) != corpus.langs:
-            raise ValueError(f'{config.start_from} translates {"-".join(tokenizer.langs)}, not {"-".join(corpus.langs)}')
+            raise ValueError(f'{config.start_from} translates {"-".join(tokenizer.langs)}, '
+                             f'not {"-".join(corpus.langs)}')
         if tokenizer.kind == config.tokenizer and len(tokenizer) <= config.model.vocab_size: return tokenizer
         raise ValueError(f'{config.start_from} brings a vocabulary, {len(tokenizer)} of {tokenizer.kind}: leave '
                          f'tokenizer={config.tokenizer!r} and vocab_size={config.model.vocab_size} out')
@@ -243,7 +244,7 @@ def new_model(
     return model.to(best_device()), told
 
 def begin_with(model: torch.nn.Module, folder: Path) -> None:
-    "Give a new model the weights of a trained one, which may have had another dropout."
+    "Give a new model the weights of a trained one, which may have had another dropout. ValueError for another model."
     trained = load_model(folder)
     there, here = (asdict(replace(each.config, dropout=0.)) for each in (trained, model))
     if found := differences(there, here): raise ValueError(f'{folder} holds another model ({"; ".join(found)})')

@@ -20,7 +20,7 @@ Attention = Literal['additive', 'dot']
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    "The settings of a recurrent translator. One width for words, states and memory."
+    "The settings of a recurrent translator. One width for words, states and memory. ValueError for what cannot be."
     vocab_size: int = 37_000 # v, shared by source and target
     n_layers: int = 2        # of the encoder, and as many of the decoder
     d_model: int = 512       # even: the encoder reads in two directions, each with half

@@ -111,7 +111,10 @@ def bleu_interval(
     return Interval(float(found.mean), float(found.ci), signature)
 
 def resampled(systems: Sequence[Sequence[str]], references: Sequence[str], samples: int, **how):
-    "sacreBLEU's results for systems on the same draws, the second compared with the first; and their signature."
+    """sacreBLEU's results for systems on the same draws, the second compared with the first; and their signature.
+
+    ValueError for fewer than 40 draws.
+    """
     from sacrebleu.metrics import BLEU
     from sacrebleu.significance import PairedTest
     if samples < 40: raise ValueError(f'samples={samples} are too few to know the outer twentieth of them: take 1000')
@@ -163,7 +166,7 @@ def length_groups(
     texts: Sequence[str], # usually the references
     edges: Sequence[int] = (5, 10, 15, 20, 30, 50), # words of the longest sentence in each group but the last; rising
 ) -> list[str]: # for each text the name of its group, by words: '1-5', '6-10', ..., '51+'
-    "Which sentences are alike in length. Words are what stands between spaces."
+    "Which sentences are alike in length. Words stand between spaces. ValueError for edges that do not ascend."
     if list(edges) != sorted(set(edges)) or not edges or edges[0] < 1:
         raise ValueError(f'edges={edges} must ascend from 1 on')
     names = [f'{low + 1}-{high}' for low, high in zip((0, *edges), edges)] + [f'{edges[-1] + 1}+']

@@ -46,7 +46,7 @@ def batch_loss(
 # %% ../nbs/16_training.ipynb #15-9bb18c
 @dataclass(frozen=True)
 class TrainConfig:
-    "How a model is trained. Training ends at the first limit that is reached."
+    "How a model is trained. Training ends at the first limit that is reached. ValueError for what cannot be."
     max_tokens: int = 4096          # padded tokens of a batch, on its larger side, over all processes (5.1)
     warmup: int = 4000              # steps until the rate is highest (5.3)
     peak_rate: float | None = None  # that highest rate; the paper's (d_model * warmup)^-0.5 unless given
@@ -318,14 +318,14 @@ class Run:
         return self.at
 
     def figures(self, model: nn.Module) -> dict:
-        "What a validation tells of a model."
+        "What a validation tells of a model. ValueError if that lacks what `monitor` asks for."
         loss = validate(model, self.val_batches)
         figures = dict(val_loss=loss, val_perplexity=perplexity(loss), **self.measure(model))
         if self.config.monitor in figures: return figures
         raise ValueError(f'monitor={self.config.monitor!r} is not measured: validation gives {", ".join(figures)}')
 
     def validations(self, also: int | None = None) -> list[dict]:
-        """Rows of the log that have a validation and, so, had a checkpoint: every `save_every` steps, and at step `also`.
+        """Rows of the log that have a validation and, so, had a checkpoint: every `save_every` steps and step `also`.
         Where an earlier limit ended the run in between, what has gone on does as if it had not.
         """
         return [row for row in read_log(self.out / 'log.jsonl')

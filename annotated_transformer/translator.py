@@ -137,7 +137,7 @@ FILES = 'config.json', 'model.safetensors', 'tokenizer.json', 'training.json' # 
 SHIPPED = Path(str(files('annotated_transformer'))) / 'data/toy-ende' # trained on toy EN-DE; it comes with the package
 
 class ModelFolder:
-    "A trained model, its tokenizer and what made them, kept in a folder."
+    "A trained model, its tokenizer and what made them, kept in a folder. ValueError if their vocabularies differ."
     def __init__(
         self,
         model: nn.Module,     # `Transformer` or `Recurrent` (page 32)
@@ -200,7 +200,7 @@ class SharedFolder(ModelFolder):
     ) -> 'SharedFolder':
         """The model in a folder or on the hub, which is kept in the hub's cache.
 
-        Raises OSError, ImportError or what `load` does.
+        Raises OSError (FileNotFoundError for what holds no model), ImportError, or what `load` does.
         """
         if Path(name).is_dir(): return cls.load(name, device)
         hub = hub_client()
@@ -261,7 +261,10 @@ class Translator(SharedFolder):
         total: int | None = None, # sentences of an iterable that does not know, for the progress bar
         **options, # of `DecodingConfig`: beam_size, alpha, ...; the model's own where none is given
     ) -> str | list[str] | Iterator[str]: # as many translations as sentences, in their order
-        "Translate; an empty text has an empty translation, and company changes nothing."
+        """Translate; an empty text has an empty translation, and company changes nothing.
+
+        Raises ValueError for settings that cannot be.
+        """
         if options.setdefault('n_best', 1) != 1:
             raise ValueError('translate gives one translation of each sentence: translate_n_best gives more')
         found = self.translations(text, max_tokens, progress_bar, on_error, prefix, read_ahead, total, **options)
@@ -342,7 +345,10 @@ class Translator(SharedFolder):
         translation: str | Sequence[str], # one for each text
         max_tokens: int = 4096,           # padded source tokens that are read at once
     ) -> float | list[float]: # log-probabilities in nats: of all tokens of a translation, and of its end
-        "How likely the model holds given translations, for ranking and for comparing: teacher forcing (page 21)."
+        """How likely the model holds given translations, for ranking and for comparing: teacher forcing (page 21).
+
+        ValueError for more texts than translations, or fewer.
+        """
         if isinstance(text, str): return self.score([text], [translation], max_tokens)[0]
         if len(text) != len(translation):
             raise ValueError(f'{len(text)} texts cannot be scored with {len(translation)} translations')

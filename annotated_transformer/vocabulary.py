@@ -342,7 +342,7 @@ class BytePairDropout:
     def __init__(
         self,
         tokenizer: Tokenizer, # a `BytePairTokenizer`; ValueError for another kind
-        dropout: float,       # p: the share of possible merges that each step leaves out; 0: none, 1: all
+        dropout: float,       # p: the share of possible merges that each step leaves out, from 0 to 1; else ValueError
         room: int = 300_000,  # states of words that are remembered at most, some 0.7 kB each
     ):
         if not isinstance(tokenizer, BytePairTokenizer):
@@ -407,7 +407,10 @@ def dropout_pairs(
     dropout: float = 0.1,             # share of possible merges left out
     seed: int = 0,
 ) -> Callable[[int], list[tuple[list[int], list[int]]]]: # from an epoch to its (source ids, target ids)
-    "Training pairs that are cut into pieces anew in every epoch, by `BytePairDropout`: a function of seed and epoch."
+    """Training pairs that are cut into pieces anew in every epoch, by `BytePairDropout`: a function of seed and epoch.
+
+    Raises ValueError as it does, and for a `max_len` below 2.
+    """
     if max_len is not None and max_len < 2: raise ValueError(f'max_len={max_len} leaves no room beside EOS or BOS')
     dropper, room = BytePairDropout(tokenizer, dropout), None if max_len is None else max_len - 1
     sides = [[dropper.words(pair[side]) for pair in pairs] for side, _ in enumerate(langs)]
@@ -546,7 +549,7 @@ def load_vectors(
 ) -> tuple[list[int], Float[np.ndarray, "n d_model"]]: # the ids that the file has a word for, and their vectors
     """Word vectors for the tokens of a tokenizer, on the scale of a model's own.
 
-    Raises what `read_vectors` does, and for no word in common.
+    Raises what `read_vectors` does, and ValueError for no word in common.
     """
     exact, folded = defaultdict(list), defaultdict(list)
     for i in range(len(tokenizer)):

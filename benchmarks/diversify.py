@@ -19,8 +19,8 @@ from annotated_transformer.scoring import lowercased_tokenized
 from annotated_transformer.vocabulary import write_whole
 
 SPLITS = {'': 'train', 'val-': 'val', 'test-': 'test_2016_flickr'} # of the cut text, by how their flags begin
-STUDENT = ('--positions rotary --d-model 256 --d-ff 512 --dropout 0.2 --max-tokens 4096 --peak-rate 2.5e-3 --warmup 1000 '
-           '--max-steps 10000 --average 12') # more text has room for a wider model
+STUDENT = ('--positions rotary --d-model 256 --d-ff 512 --dropout 0.2 --max-tokens 4096 --peak-rate 2.5e-3 '
+           '--warmup 1000 --max-steps 10000 --average 12') # more text has room for a wider model
 
 def run(*args, processes: int = 1) -> None:
     "One command, by torchrun if on several processes; printed first."
@@ -71,7 +71,8 @@ def main():
     parser.add_argument('--pair', default='en-de', help='source and target language')
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3], help='of the forward teachers')
     parser.add_argument('--beam-size', type=int, default=5, help="of the teachers' search")
-    parser.add_argument('--n-best', type=int, default=3, help='translations of each sentence by each teacher, BEAM_SIZE at most')
+    parser.add_argument('--n-best', type=int, default=3,
+                        help='translations of each sentence by each teacher, at most BEAM_SIZE')
     parser.add_argument('--alpha', type=float, default=1.4, help="of the teachers' search: no text may be short")
     parser.add_argument('--flags', default='', help="further flags of every run: '--precision bfloat16', say")
     parser.add_argument('--teachers', default='', help="further flags of the teachers' runs")
