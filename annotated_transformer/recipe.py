@@ -64,7 +64,7 @@ class RunConfig:
             raise ValueError("monitor='val_bleu' needs a BLEU at each validation: set val_sentences, to 200 say")
 
 # %% ../nbs/24_en_de.ipynb #08-6108ba
-_CAPTIONS = dict(preset='tiny', model=dict(vocab_size=10_000, dropout=0.3, norm='pre'),
+_CAPTIONS = dict(preset='tiny', model=dict(vocab_size=10_000, dropout=0.3, norm='pre', positions='rotary'),
                 training=dict(max_tokens=2048, warmup=400, peak_rate=4e-3, max_epochs=55, save_every=250, average=10))
 RECIPES = {
     'copy': dict(corpus=dict(corpus='copy'), preset='mini', tokenizer='words', model=dict(vocab_size=100),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from annotated_transformer.checkpoints import average_checkpoints, checkpoints
 from annotated_transformer.corpora import CorpusConfig, load_corpus
-from annotated_transformer.recipe import evaluate, versions
+from annotated_transformer.recipe import RECIPES, evaluate, versions
 from annotated_transformer.translator import Translator
 from annotated_transformer.vocabulary import write_whole
 from record import RESULTS, machine
@@ -33,7 +33,7 @@ VARIANTS = {
     'batches of 1,024 tokens': '--max-tokens 1024', 'batches of 4,096 tokens': '--max-tokens 4096',
     'BPE-dropout 0.1': '--bpe-dropout 0.1', 'R-Drop 1': '--r-drop 1', 'R-Drop 5': '--r-drop 5',
     'no label smoothing': '--label-smoothing 0', 'moving average of weights': '--ema 0.999',
-    'rotary positions': '--positions rotary', 'ALiBi': '--positions alibi',
+    'sinusoidal positions': '--positions sinusoidal', 'ALiBi': '--positions alibi',
     'scaled initialisation': '--init scaled', 'post-norm': '--norm post --init scaled',
     'inner width 512': '--d-ff 512', 'width 256': '--d-model 256 --d-ff 512 --peak-rate 2e-3',
 }
@@ -73,9 +73,9 @@ def searched(folder: Path, pairs) -> dict[str, float]:
     return {name: evaluate(model, pairs, **search)[0].bleu for name, search in SEARCHES.items()}
 
 def recorded(args) -> dict:
-    "The record, if it is of the same settings."
+    "The record, if it is of the same recipe and settings."
     record = json.loads(args.out.read_text('utf-8')) if args.out.exists() else {}
-    same = {'epochs': args.epochs, 'flags': args.flags, 'search': SEARCH}
+    same = {'epochs': args.epochs, 'flags': args.flags, 'search': SEARCH, 'recipe': RECIPES[RECIPE]}
     return record if {key: record.get(key) for key in same} == same else same
 
 def main():
