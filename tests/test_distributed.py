@@ -7,7 +7,7 @@ import psutil, pytest, safetensors.torch, torch
 from annotated_transformer.toy_languages import toy_ende
 
 SETTINGS = ('--corpus tsv --held-out 20 --d-model 32 --d-ff 64 --n-layers 1 --n-heads 2 --vocab-size 300 '
-            '--max-tokens 512 --warmup 20 --peak-rate 4e-3 --log-every 1 --save-every 25 --max-steps 50').split()
+            '--max-tokens 512 --warmup 20 --peak-rate 3e-3 --log-every 1 --save-every 25 --max-steps 50').split()
 
 PAIRS = Path(tempfile.mkdtemp()) / 'pairs.tsv' # few: a run starts several times in a test
 
