@@ -37,7 +37,7 @@ class RunConfig:
     corpus: CorpusConfig
     model: TransformerConfig | RecurrentConfig # `vocab_size`: what the tokenizer may have; the model gets what it has
     training: TrainConfig
-    tokenizer: Literal['bpe', 'words', 'sentencepiece'] = 'bpe' # the last: only with `start_from`, whose it is
+    tokenizer: Literal['bpe', 'words', 'sentencepiece'] = 'bpe' # byte pairs, whole words, or what comes with start_from
     val_sentences: int = 0 # sentences of `val` translated greedily for a BLEU at each validation; 0: none
     bpe_dropout: float = 0.0 # share of merges left out at random, anew in every epoch (page 12); 0: none
     vectors: Path | None = None # word vectors to start from, in GloVe's or fastText's text format (page 12)

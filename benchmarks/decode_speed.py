@@ -6,9 +6,9 @@ with the same weights and the same search.
     python benchmarks/decode_speed.py --model runs/m30k --sentences 200 --repeats 1 --out /dev/null
 
 The model is one of our folders that both others can hold: post-norm with sinusoids (train with
-`--norm post --init scaled --positions sinusoidal`). All engines read the same ids in the same batches, sorted by length,
-and search alike: greedily and with a beam of 4, scores divided by the number of tokens, until as
-many hypotheses have ended as the beam is wide (`patience` 1; early_stopping=True). The rule that is
+`--norm post --init scaled --positions sinusoidal`). All engines read the same ids in the same batches,
+sorted by length, and search alike: greedily and with a beam of 4, scores divided by the number of
+tokens, until as many hypotheses have ended as the beam is wide (`patience` 1; early_stopping=True). The rule that is
 ours by default, until none that lives can win, is measured besides; it finds at least as good scores
 and takes more steps. Every round times each engine once, one after the other in an order that moves
 on, and the medians of the rounds count. Batches of one are timed on every tenth sentence; where a

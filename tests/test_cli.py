@@ -320,7 +320,8 @@ def test_attention_is_a_page(trained, tmp_path, capsys):
 def test_to_another_program_and_back(trained, tmp_path, capsys, fails):
     own = Translator.load(trained)
     torch.manual_seed(0)
-    marian = Translator(Transformer(replace(own.model.config, norm='post', positions='sinusoidal')), own.tokenizer)     # as Marian has it
+    as_marian = replace(own.model.config, norm='post', positions='sinusoidal')
+    marian = Translator(Transformer(as_marian), own.tokenizer)
     marian.save(tmp_path / 'own')
     main(['export', str(tmp_path / 'own'), '--to', 'ctranslate2', '--out', str(tmp_path / 'ct2'),
           '--quantization', 'int8'])
