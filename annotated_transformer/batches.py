@@ -178,12 +178,13 @@ class BatchLoader:
         seed: int = 0,
         shuffle: bool = True, # False: shortest first, always the same: for validation
         rank: int = 0,        # which process this is, ...
-        world: int = 1,       # ... of how many
+        world_size: int = 1,  # ... of how many
         multiple: int = 1,    # more than 1: few shapes, each side as wide as the next multiple, missing rows are PAD
     ):
-        if not 0 <= rank < world: raise ValueError(f'rank={rank} is not in [0, {world}), the ranks of world={world}')
+        if not 0 <= rank < world_size:
+            raise ValueError(f'rank={rank} is not in [0, {world_size}), the ranks of world_size={world_size}')
         self.source, self.max_tokens, self.seed, self.shuffle = pairs, max_tokens, seed, shuffle
-        self.rank, self.world, self.multiple, self.drawn = rank, world, multiple, None
+        self.rank, self.world_size, self.multiple, self.drawn = rank, world_size, multiple, None
         if not callable(pairs): self.draw(0)
 
     def draw(self, epoch: int) -> None:
@@ -234,8 +235,8 @@ class BatchLoader:
         height = width = 0
         if self.multiple > 1:
             width = int(self.widths(rows)[-1])
-            height = -(-(self.max_tokens//width)//self.world)
-        batch = collate([self.pairs[i] for i in rows[self.rank::self.world].tolist()], height, width)
+            height = -(-(self.max_tokens//width)//self.world_size)
+        batch = collate([self.pairs[i] for i in rows[self.rank::self.world_size].tolist()], height, width)
         return replace(batch, global_tokens=int(self.lengths[rows, 1].sum()))
 
 # %% ../nbs/13_batches.ipynb #37-c484c7

@@ -750,29 +750,29 @@ def check_positions(
         'kept': ('the table is made once', p.is_kept)})
 
 # %% ../nbs/33_finding_bugs.ipynb #62-e93d2c
-SPREADS = { # what every wrong word gets, and the right one besides 1 - smoothing; v words
+SPREADS = { # what every wrong word gets, and the right one besides 1 - label_smoothing; v words
     'over all words': lambda s, v: (s/v, s/v), 'over the wrong words': lambda s, v: (s/(v - 1), 0.),
     'over the wrong words but padding': lambda s, v: (s/(v - 2), 0.)}
 
 def smoothed_target(
     targets: Int[Tensor, "n"],
-    smoothing: float,
+    label_smoothing: float,
     v: int,          # words
     spread: str,     # a key of `SPREADS`
     pad: int | None, # gets nothing where the spread says so
 ) -> Float[Tensor, "n v"]:
     "The distribution that section 5.4 aims at, by any of three conventions."
-    wrong, extra = SPREADS[spread](smoothing, v)
+    wrong, extra = SPREADS[spread](label_smoothing, v)
     q = torch.full((len(targets), v), wrong, dtype=torch.float64)
     if spread.endswith('padding') and pad is not None and 0 <= pad < v: q[:, pad] = 0 # torch's own -100 is no word
-    return q.scatter(1, targets[:, None], 1 - smoothing + extra)
+    return q.scatter(1, targets[:, None], 1 - label_smoothing + extra)
 
-def _conventions(log_p, targets, smoothing, pad):
+def _conventions(log_p, targets, label_smoothing, pad):
     "The loss by every convention: spread, cross entropy or divergence, sum or mean."
     counted = torch.ones_like(targets, dtype=torch.bool) if pad is None else targets != pad
     log_p, targets = log_p[counted], targets[counted]
     for spread in SPREADS:
-        q = smoothed_target(targets, smoothing, log_p.size(1), spread, pad)
+        q = smoothed_target(targets, label_smoothing, log_p.size(1), spread, pad)
         cross = -(q*log_p).sum(-1)
         for kind, loss in (('cross entropy', cross), ('divergence', cross + torch.special.xlogy(q, q).sum(-1))):
             for how, value in (('sum', loss.sum()), ('mean', loss.sum()/counted.sum())):
@@ -781,8 +781,8 @@ def _conventions(log_p, targets, smoothing, pad):
 # %% ../nbs/33_finding_bugs.ipynb #63-8ab732
 class _Smoothing:
     "What is asked of a smoothed loss. It is given log-probabilities, which are logits, too."
-    def __init__(self, loss, smoothing, pad, dense):
-        self.loss, self.smoothing, self.pad, self.dense, self.follows = loss, smoothing, pad, dense, None
+    def __init__(self, loss, label_smoothing, pad, dense):
+        self.loss, self.label_smoothing, self.pad, self.dense, self.follows = loss, label_smoothing, pad, dense, None
 
     def draw(self, n, v=11, padding=0):
         generator = torch.Generator().manual_seed(n)
@@ -802,7 +802,7 @@ class _Smoothing:
         found = {}
         for log_p, targets in batches:
             value = self.total(log_p, targets).item()
-            for name, wanted in _conventions(log_p.double(), targets, self.smoothing, self.pad):
+            for name, wanted in _conventions(log_p.double(), targets, self.label_smoothing, self.pad):
                 found[name] = max(found.get(name, 0.), abs(value - wanted)/max(abs(wanted), 1e-3))
         return found
 
@@ -848,13 +848,13 @@ class _Smoothing:
 # %% ../nbs/33_finding_bugs.ipynb #64-f4bb5d
 def check_label_smoothing(
     loss: Callable,         # (logits or log-probabilities (n, v), targets (n,)) to a loss
-    smoothing: float = 0.1, # that it was made with
+    label_smoothing: float = 0.1, # that it was made with
     *,
     pad: int | None = None, # a target that is not counted
     dense: bool = False,    # True: it may hold a distribution over all words for every target
 ) -> Report:
     "Is it section 5.4, by one of the conventions: spread over which words, entropy taken off or not, sum or mean?"
-    s = _Smoothing(loss, smoothing, pad, dense)
+    s = _Smoothing(loss, label_smoothing, pad, dense)
     return ask(getattr(loss, '__name__', type(loss).__name__), {
         'runs': ('scores and targets go in, a number comes out', s.runs),
         'value': ('the loss is that of a smoothed target', s.value),

@@ -14,35 +14,39 @@ from torch import Tensor, nn
 def label_smoothing_loss(
     logits: Float[Tensor, "*b v"],    # unnormalised scores of the v words
     targets: Int[Tensor, "*b"],       # the right words
-    smoothing: float = 0.1,           # share of the target that is spread over all words
+    label_smoothing: float = 0.1,     # share of the target that is spread over all words
     ignore_index: int | None = None,  # a target that is not counted: padding
     reduction: str = 'mean',          # 'mean' over the counted targets, 'sum', or 'none'
 ) -> Float[Tensor, "*loss"]: # nats: one number, or with 'none' one for each target (0 where ignored)
-    "Section 5.4. With no target to count, the mean is 0. Raises ValueError for an unknown `reduction` or `smoothing`."
-    _check_smoothing(smoothing)
+    """Section 5.4. With no target to count, the mean is 0.
+
+    Raises ValueError for an unknown `reduction` or a `label_smoothing` that cannot be.
+    """
+    _check_smoothing(label_smoothing)
     if reduction not in ('mean', 'sum', 'none'):
         raise ValueError(f'reduction={reduction!r} is unknown: choose mean, sum or none')
     if logits.dtype in (torch.bfloat16, torch.float16): logits = logits.float() # 8 bits are too few for a sum over v
     counted = torch.ones_like(targets, dtype=torch.bool) if ignore_index is None else targets != ignore_index
     right = logits.gather(-1, targets.where(counted, 0).long().unsqueeze(-1)).squeeze(-1)
-    loss = logits.logsumexp(-1) - (1 - smoothing)*right
-    if smoothing: loss = loss - smoothing*logits.mean(-1) # 0 times the logit of a forbidden word is no number
+    loss = logits.logsumexp(-1) - (1 - label_smoothing)*right
+    if label_smoothing: loss = loss - label_smoothing*logits.mean(-1) # 0 times a forbidden word's logit is no number
     loss = loss.where(counted, 0)
     if reduction == 'none': return loss
     return loss.sum() if reduction == 'sum' else loss.sum() / counted.sum().clamp(min=1)
 
-def _check_smoothing(smoothing):
-    if not 0 <= smoothing < 1: raise ValueError(f'smoothing={smoothing} must be at least 0 and below 1')
+def _check_smoothing(label_smoothing):
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f'label_smoothing={label_smoothing} must be at least 0 and below 1')
 
 # %% ../nbs/15_regularization.ipynb #34-04bdb7
-def _loss_and_gradient(logits, targets, smoothing):
+def _loss_and_gradient(logits, targets, label_smoothing):
     "The summed loss of some rows of logits, which are overwritten with its gradient: softmax - smoothed target."
     right = targets[:, None]
-    score = (1 - smoothing)*logits.gather(1, right) + smoothing*logits.mean(1, keepdim=True)
+    score = (1 - label_smoothing)*logits.gather(1, right) + label_smoothing*logits.mean(1, keepdim=True)
     top = logits.amax(1, keepdim=True)
     total = logits.sub_(top).exp_().sum(1, keepdim=True)         # exp(z - top), which cannot overflow
-    logits.div_(total).sub_(smoothing / logits.size(1))          # p - the share of every word
-    logits.scatter_(1, right, logits.gather(1, right) - (1 - smoothing))
+    logits.div_(total).sub_(label_smoothing / logits.size(1))          # p - the share of every word
+    logits.scatter_(1, right, logits.gather(1, right) - (1 - label_smoothing))
     return (top + total.log() - score).sum()
 
 # %% ../nbs/15_regularization.ipynb #37-777b63
@@ -92,32 +96,32 @@ def linear_cross_entropy(
     hidden: Float[Tensor, "n d"],   # the decoder's state at each real target token
     weight: Float[Tensor, "v d"],   # the output layer: a row for each word
     targets: Int[Tensor, "n"],      # the right words
-    smoothing: float = 0.0,         # label smoothing
+    label_smoothing: float = 0.0,   # share of the target that is spread over all words
     chunk: int | None = None,       # tokens whose logits exist at one time; 256 on a CPU, 2,048 elsewhere
     bias: Float[Tensor, "v"] | None = None, # of the output layer
 ) -> Float[Tensor, ""]: # nats, summed over the n tokens
-    """What `label_smoothing_loss(hidden @ weight.T + bias, targets, smoothing, reduction='sum')` is,
+    """What `label_smoothing_loss(hidden @ weight.T + bias, targets, label_smoothing, reduction='sum')` is,
     without all its logits.
     """
-    _check_smoothing(smoothing)
-    if torch.is_grad_enabled(): loss = partial(_loss_and_gradient, smoothing=smoothing)
-    else: loss = partial(label_smoothing_loss, smoothing=smoothing, reduction='sum')
+    _check_smoothing(label_smoothing)
+    if torch.is_grad_enabled(): loss = partial(_loss_and_gradient, label_smoothing=label_smoothing)
+    else: loss = partial(label_smoothing_loss, label_smoothing=label_smoothing, reduction='sum')
     return _linear_loss(loss, hidden, weight, bias, targets, chunk)
 
 # %% ../nbs/15_regularization.ipynb #rd-03
-def _r_drop_and_gradient(logits, targets, smoothing, alpha):
+def _r_drop_and_gradient(logits, targets, label_smoothing, alpha):
     "The summed R-Drop loss of logits, rows in turn of pass 1 and pass 2; they are overwritten with its gradient."
     z1, z2 = logits.view(len(targets), 2, -1).unbind(1)
-    right, share, half = targets[:, None], smoothing/logits.size(1), alpha/2
+    right, share, half = targets[:, None], label_smoothing/logits.size(1), alpha/2
     p, q = z1.log_softmax(1), z2.log_softmax(1)
-    total = sum(-(1 - smoothing)*x.gather(1, right) - smoothing*x.mean(1, keepdim=True) for x in (p, q))
+    total = sum(-(1 - label_smoothing)*x.gather(1, right) - label_smoothing*x.mean(1, keepdim=True) for x in (p, q))
     r = p - q
     p.exp_(), q.exp_()
     for z, mine, other, r in (z1, p, q, r), (z2, q, p, -r):
         apart = (mine*r).sum(1, keepdim=True)
         total += half*apart
         z.copy_(r).sub_(apart - 1).mul_(half).add_(1).mul_(mine).sub_(other, alpha=half).sub_(share)
-        z.scatter_(1, right, z.gather(1, right) - (1 - smoothing))
+        z.scatter_(1, right, z.gather(1, right) - (1 - label_smoothing))
     return total.sum()
 
 def r_drop_loss(
@@ -125,16 +129,16 @@ def r_drop_loss(
     hidden_2: Float[Tensor, "n d"], # the same with another
     weight: Float[Tensor, "v d"],   # the output layer: a row for each word
     targets: Int[Tensor, "n"],      # the right words
-    smoothing: float = 0.0,         # label smoothing of both cross entropies
+    label_smoothing: float = 0.0,   # of both cross entropies
     alpha: float = 5.0,             # weight of the distance between the passes
     chunk: int | None = None,       # tokens whose logits exist at one time; 128 on a CPU, 1,024 elsewhere
     bias: Float[Tensor, "v"] | None = None, # of the output layer
 ) -> Float[Tensor, ""]: # nats, summed over the n tokens and both passes
     """Both cross entropies and alpha/2 of both Kullback-Leibler divergences (R-Drop, 2021, equation 4),
-    without all logits. ValueError for a `smoothing` or an `alpha` that cannot be.
+    without all logits. ValueError for a `label_smoothing` or an `alpha` that cannot be.
     """
-    _check_smoothing(smoothing)
+    _check_smoothing(label_smoothing)
     if not 0 <= alpha < float('inf'): raise ValueError(f'alpha={alpha} must be a number from 0 on')
     hidden = torch.stack([hidden_1, hidden_2], 1).flatten(0, 1)
-    return _linear_loss(partial(_r_drop_and_gradient, smoothing=smoothing, alpha=alpha),
+    return _linear_loss(partial(_r_drop_and_gradient, label_smoothing=label_smoothing, alpha=alpha),
                         hidden, weight, bias, targets, chunk, passes=2)

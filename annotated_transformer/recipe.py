@@ -270,7 +270,7 @@ def train_translator(
         some = corpus['val'][:config.val_sentences]
         return dict(val_bleu=evaluate(Translator(model, tokenizer), some, beam_size=1)[0].bleu) if some else {}
     batches = BatchLoader(training_ids(config, corpus, tokenizer, progress_bar and world.leader), c.max_tokens, c.seed,
-                          rank=world.rank, world=world.size, multiple=16 if c.compile else 1) # page 19
+                          rank=world.rank, world_size=world.size, multiple=16 if c.compile else 1) # page 19
     val_ids = encode_pairs(corpus['val'], tokenizer, corpus.langs, config.model.max_len)
     model, told = new_model(config, tokenizer)
     trainer = Trainer(model, batches, list(BatchLoader(val_ids, c.max_tokens, shuffle=False).epoch(0)),

@@ -62,7 +62,7 @@ def test_ranks_are_disjoint_and_complete(world, multiple, small_windows):
     # the first id says which pair it is
     pairs = [([i, *src], [i, *tgt]) for i, (src, tgt) in enumerate(random_pairs(9), 100)]
     whole = BatchLoader(pairs, 400, seed=2, multiple=multiple)
-    parts = [BatchLoader(pairs, 400, seed=2, rank=rank, world=world, multiple=multiple) for rank in range(world)]
+    parts = [BatchLoader(pairs, 400, seed=2, rank=rank, world_size=world, multiple=multiple) for rank in range(world)]
     for epoch, start in ((0, 0), (1, 0), (1, 5)):
         seen = []
         for rows, batch, *shares in zip(rows_of(whole, epoch)[start:], whole.epoch(epoch, start),
@@ -163,7 +163,7 @@ def test_the_type_of_lengths_does_not_matter(dtype, multiple):
 
 @pytest.mark.parametrize('rank, world', [(-1, 2), (2, 2), (0, 0)])
 def test_ranks_that_cannot_be(rank, world):
-    with pytest.raises(ValueError, match='rank='): BatchLoader([], 10, rank=rank, world=world)
+    with pytest.raises(ValueError, match='rank='): BatchLoader([], 10, rank=rank, world_size=world)
 
 
 @pytest.mark.full

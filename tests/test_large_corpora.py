@@ -84,7 +84,7 @@ def test_words_and_wide_ids(table, tmp_path):
 def test_loading_is_as_from_a_list(table, vocabulary, tmp_path):
     pairs, plain = (opened(stream_of(table), vocabulary, tmp_path/'cache'),
                     encode_pairs(list(stream_of(table)), vocabulary, LANGS))
-    for options in (dict(), dict(rank=1, world=3), dict(multiple=8)):
+    for options in (dict(), dict(rank=1, world_size=3), dict(multiple=8)):
         loaders = [BatchLoader(p, 300, seed=4, **options) for p in (pairs, plain)]
         assert len(loaders[0]) == len(loaders[1])
         for a, b in zip(*(loader.epoch(2, start=5) for loader in loaders), strict=True):

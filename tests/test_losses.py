@@ -139,8 +139,8 @@ def test_without_grad_nothing_is_recorded_and_nothing_is_overwritten(loss):
     h1, h2, w, _, y = case()
     before = [x.detach().clone() for x in (h1, h2, w)]
     inputs = (h1, w, y) if loss is linear_cross_entropy else (h1, h2, w, y)
-    with torch.no_grad(): quiet = loss(*inputs, smoothing=0.1)
-    loud = loss(*inputs, smoothing=0.1)
+    with torch.no_grad(): quiet = loss(*inputs, label_smoothing=0.1)
+    loud = loss(*inputs, label_smoothing=0.1)
     loud.backward()
     assert not quiet.requires_grad
     close(quiet, loud.detach())
