@@ -186,7 +186,8 @@ def test_words_and_positions_in_one_module_are_not_switched_off():
 def test_a_softmax_in_32_bits_is_no_bug():
     model = ours(CONFIG)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, 'softmax', lambda self, dim, own=torch.Tensor.softmax: own(self.float(), dim).to(self.dtype))
+        def in_float(self, dim, own=torch.Tensor.softmax): return own(self.float(), dim).to(self.dtype)
+        patch.setattr(torch.Tensor, 'softmax', in_float)
         check_transformer(model, only=['without positions', 'source padding', 'future']).raise_if_failed()
 
 def test_position_modules():

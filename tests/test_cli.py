@@ -216,7 +216,7 @@ def test_a_start_brings_the_sizes_of_its_model(trained):
 def test_the_demo_tells_its_whole_story(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, 'train_translator', lambda *_, **__: Translator.load())
     monkeypatch.setattr(cli, 'load_corpus', lambda config: {
-        split: pairs[:40] for split, pairs in ((s, load_corpus(config)[s]) for s in ('test', 'test_long', 'test_combinations'))})
+        split: load_corpus(config)[split][:40] for split in ('test', 'test_long', 'test_combinations')})
     monkeypatch.setattr(cli, 'phenomenon_scores', lambda split, translations: {'negation': score(['a b'], ['a b'])})
     main(['demo', '--out', str(tmp_path)])
     said = capsys.readouterr().out
@@ -231,8 +231,9 @@ def test_how_to_go_on_does_not_begin_anew(trained, tmp_path, monkeypatch, capsys
     shutil.copytree(trained, tmp_path / 'run')
     def stop(*_, **__): raise Interrupted('step 5 is saved in RUN: the same command goes on from there', 15)
     monkeypatch.setattr(cli, 'train_translator', stop)
-    for command in (['train'], ['demo']):
-        with pytest.raises(SystemExit) as ended: main([*command, '--out', str(tmp_path / 'run'), *['--overwrite']*overwrite])
+    for command in ('train', 'demo'):
+        with pytest.raises(SystemExit) as ended:
+            main([command, '--out', str(tmp_path / 'run'), *['--overwrite']*overwrite])
         said = capsys.readouterr().err
         assert ended.value.code == 143 and 'step 5 is saved in RUN: the same command ' in said
         assert ('without --overwrite goes on' in said) == overwrite
@@ -306,7 +307,8 @@ def test_every_flag_has_help(command, capsys):
     with pytest.raises(SystemExit) as stop: main([command, '--help'])
     said = capsys.readouterr().out
     assert stop.value.code == 0 and command in said
-    flags = re.findall(r'^[│ ]*(--[a-z][\w-]*)(.*(?:\n[│ ]{12,}[^-│ ].*)*)', said, re.M) # no frame without a terminal
+    # no frame without a terminal
+    flags = re.findall(r'^[│ ]*(--[a-z][\w-]*)(.*(?:\n[│ ]{12,}[^-│ ].*)*)', said, re.M)
     assert flags, said
     for flag, told in flags:
         told = re.sub(r'--no-[\w-]+|\{[^}]*\}|\((?:default|required)[^)]*\)', '', told) # nor is this an explanation

@@ -1,9 +1,11 @@
-"The examples of the front page are run, so that it cannot promise what is not there."
+"The examples of the front page are run and its figures looked up, so that it cannot promise what is not there."
+import json
 import re
 import shlex
 from pathlib import Path
 
-README = (Path(__file__).resolve().parents[1]/'README.md').read_text(encoding='utf-8')
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT/'README.md').read_text(encoding='utf-8')
 
 
 def blocks(language): return re.findall(rf'^```{language}\n(.*?)^```', README, re.M | re.S)
@@ -23,3 +25,37 @@ def test_commands_exist():
     lines = [line for block in blocks('sh') for line in block.splitlines() if line.startswith('annotated-transformer')]
     assert {line.split()[1] for line in lines} >= {'train', 'evaluate', 'translate'}
     for line in lines: parse(shlex.split(line)[1:])
+
+
+def rows(name):
+    "The cells of every row of a table that begins with `name`."
+    return [[cell.strip() for cell in line.strip('|').split('|')] for line in README.splitlines()
+            if line.startswith(f'| {name} |')]
+
+
+def record(name): return json.loads((ROOT/'benchmarks'/'results'/f'{name}.json').read_text(encoding='utf-8'))
+
+
+def test_every_score_is_that_of_its_record():
+    scored = [path.stem for path in (ROOT/'benchmarks'/'results').glob('*.json') if record(path.stem).get('scores')]
+    assert 'multi30k-en-de' in scored
+    for name in scored:
+        *shown, made = rows(name)
+        assert [cells[1].strip('`') for cells in shown] == list(record(name)['scores'])
+        for cells, found in zip(shown, record(name)['scores'].values()):
+            wanted = [f'{found[kind]:.2f}' if kind in found else '–'
+                      for kind in ('bleu', 'chrf', 'lowercased_tokenized_bleu')]
+            assert [cell.split(' ± ')[0] for cell in cells[2:5]] == wanted
+            assert cells[5] == str(found['sentences'])
+        assert record(name)['command'] in made[1] and made[-1] == record(name)['date']
+
+
+def test_every_speed_is_that_of_its_record():
+    for size, found in record('train-speed')['metrics'].items():
+        (cells,) = rows(size)
+        assert cells[1:4:2] == [f"{found['tokens_per_second'][name]:,}" for name in ('annotated_transformer', cells[2])]
+        assert float(cells[4]) == round(found['speedup'], 2)
+    for search, found in record('decode-speed')['metrics']['speed'].items():
+        (cells,) = rows(search)
+        assert sorted(cells[1:]) == sorted([f"{engine['tokens_per_second']:,}" for engine in found.values()]
+                                           + ['–']*(len(cells) - 1 - len(found)))

@@ -111,8 +111,8 @@ def test_a_start_that_does_not_fit_is_told(table, tmp_path):
     with pytest.raises(ValueError, match='translates en-de, not de-en'):
         train(run(table, pair='de-en', start_from=tmp_path / 'first'), tmp_path / 'other')
     for changes in (dict(tokenizer='words'), dict(model=replace(MODEL, vocab_size=50))):
-        with pytest.raises(ValueError, match=r"first brings a vocabulary, \d+ of bpe: leave tokenizer='\w+' and vocab_size"):
-            train(replace(base, **changes), tmp_path / 'other')
+        wanted = r"first brings a vocabulary, \d+ of bpe: leave tokenizer='\w+' and vocab_size"
+        with pytest.raises(ValueError, match=wanted): train(replace(base, **changes), tmp_path / 'other')
     assert default_run(start_from=tmp_path / 'first').tokenizer == 'bpe'
     with pytest.raises(ValueError, match='comes with a model to start from'): run(table, tokenizer='sentencepiece')
     with pytest.raises(ValueError, match='leave vectors out'): run(table, start_from=tmp_path, vectors=tmp_path / 'x')

@@ -172,7 +172,8 @@ def test_the_finite_verb_stands_second_after_a_time_too(toy):
         first[tokens[0]] += 1
         finite = tokens[1 + (tokens[1] == 'Morgen')]                       # 'Heute Morgen' is one time
         assert 'verb second' in pair.phenomena
-        assert re.fullmatch(r'[a-zäöüß]+(e|t|en|st)|bin|kann|muss|darf|will|mag|weiß|ist|sind|wird|hat', finite), pair.tgt
+        irregular = 'bin|kann|muss|darf|will|mag|weiß|ist|sind|wird|hat'
+        assert re.fullmatch(rf'[a-zäöüß]+(e|t|en|st)|{irregular}', finite), pair.tgt
         assert finite not in {'heute', 'nicht', 'eine', 'keine', 'meine', 'seine', 'ihre', 'unsere', 'diese', 'alte'}
     assert sum(first.values()) > 200, first
 

@@ -198,7 +198,8 @@ def test_a_limit_between_two_checkpoints_changes_nothing_when_it_is_moved(tmp_pa
 
 def test_nothing_to_train_or_to_validate_on_is_told(tmp_path):
     model, some, none = Transformer(CONFIG), BatchLoader(PAIRS, 40), BatchLoader([], 40)
-    with pytest.raises(ValueError, match='no batch to train on'): Trainer(model, none, list(some.epoch(0)), SETTINGS, tmp_path)
+    with pytest.raises(ValueError, match='no batch to train on'):
+        Trainer(model, none, list(some.epoch(0)), SETTINGS, tmp_path)
     with pytest.raises(ValueError, match='no batch to validate on'): Trainer(model, some, [], SETTINGS, tmp_path)
 
 def test_a_figure_that_is_not_measured_cannot_be_watched(tmp_path):

@@ -127,8 +127,8 @@ def test_what_is_cut_is_called_by_its_name(translator):
     long = 'hund ' * 100
     _, [said] = said_by(lambda: translator.translate(['a', 'b', ''], prefix=['', long, None], **QUICK))
     assert '1 of 3 prefixes had more than the 39 tokens' in said
-    for ask in (lambda: translator.score(['a', 'b'], ['x', long]), lambda: translator.perplexity(['a', 'b'], ['x', long])):
-        assert '1 of 2 translations had more than the 39 tokens' in said_by(ask)[1][0]
+    for ask in (translator.score, translator.perplexity):
+        assert '1 of 2 translations had more than the 39 tokens' in said_by(lambda: ask(['a', 'b'], ['x', long]))[1][0]
     assert '1 of 1 translations' in said_by(lambda: translator.attention('a', long))[1][0]
 
 @pytest.mark.parametrize('source, total, shown', [
@@ -271,7 +271,7 @@ def test_what_was_found_has_the_score_of_what_was_read():
     for text, ways in zip(TEXTS, translator.translate_n_best(TEXTS, n_best=2, beam_size=3, alpha=0.7)):
         for way in ways:
             length = len(translator.tokenizer.encode(way.text, 'de')) + 1
-            if way.log_prob != pytest.approx(translator.score(text, way.text), abs=1e-3): continue # cut into other tokens
+            if way.log_prob != pytest.approx(translator.score(text, way.text), abs=1e-3): continue # other tokens
             assert way.score == pytest.approx(way.log_prob / ((5 + length)/6)**0.7, abs=1e-3)
             alike += 1
     assert alike >= 1.5*len(TEXTS)
