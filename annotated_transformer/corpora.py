@@ -501,8 +501,6 @@ class CorpusConfig:
         if self.corpus == 'copy' and self.pair != 'en-de':
             raise ValueError(f'corpus copy has no languages: leave pair={self.pair!r} out')
         if self.held_out < 1: raise ValueError(f'held_out must be positive, not {self.held_out}')
-        if self.held_out != 1000 and self.corpus not in ('files', 'tsv'):
-            raise ValueError(f'corpus {self.corpus} has its own val and test: leave held_out={self.held_out} out')
         if self.max_words is not None and self.max_words < 1:
             raise ValueError(f'max_words must be positive, not {self.max_words}')
         if self.max_ratio is not None and not self.max_ratio >= 1:
@@ -517,6 +515,9 @@ class CorpusConfig:
         if self.corpus == 'tsv' and self.tsv is None: raise ValueError('corpus tsv needs tsv, the table to read')
         if self.corpus == 'files' and not self.parts():
             raise ValueError('corpus files needs src and tgt, two files to read')
+        complete = self.corpus not in ('files', 'tsv') or {'val', 'test'} <= self.parts().keys()
+        if self.held_out != 1000 and complete:
+            raise ValueError(f'corpus {self.corpus} has its own val and test: leave held_out={self.held_out} out')
         if (self.extra_src is None) != (self.extra_tgt is None):
             raise ValueError('extra_src and extra_tgt go together: one is missing')
         if self.extra_src and (self.on_disk or self.corpus == 'files' and not self.src):

@@ -131,6 +131,7 @@ def test_missing_files(tmp_path):
     (dict(max_words=0), 'max_words must be'), (dict(max_ratio=0.9), 'max_ratio must be'),
     (dict(on_disk=True), 'on_disk is for'), (dict(corpus='files', on_disk=True), 'needs src'),
     (dict(corpus='wmt14', tsv='a'), 'tsv is given'), (dict(held_out=7), 'leave held_out=7 out'),
+    (dict(corpus='files', val_src='a', val_tgt='b', test_src='c', test_tgt='d', held_out=7), 'leave held_out=7 out'),
     (dict(corpus='copy', pair='de-en'), "leave pair='de-en' out")])
 def test_settings_that_cannot_be(options, said):
     with pytest.raises(ValueError, match=said): CorpusConfig(**options)
