@@ -82,6 +82,17 @@ def test_imports_come_from_lower_floors(path):
             f'{path.name} (floor {FLOOR[path.stem]}) imports {rest[0]} (floor {FLOOR[rest[0]]})')
 
 
+def test_lines_are_at_most_120_wide(committed):
+    "Of the modules, of tests and tools, and of the pages' code; not what nbdev lists."
+    code = {f: text.splitlines() for f, text in committed.items() if f.endswith('.py') and not f.endswith('_modidx.py')}
+    for page in PAGES:
+        cells = json.loads(page.read_text(encoding='utf-8'))['cells']
+        code[page.name] = ''.join(''.join(c['source']) + '\n' for c in cells if c['cell_type'] == 'code').splitlines()
+    wide = [f'{f}: {line}' for f, lines in code.items() for line in lines
+            if len(line) > 120 and not line.startswith('__all__')]
+    assert not wide
+
+
 def test_no_path_of_a_machine(committed):
     # in two pieces, so that this file is not its own finding
     folders = '|'.join(['wo' 'rk', 'fa' 'rm', 'ro' 'ot', 'home/' r'[a-z]\w*', 'Us' r'ers/\w+'])
