@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['PICTURES', 'TransformerRun', 'Train', 'going_on', 'Evaluate', 'same_lines', 'in_words', 'draw', 'Average',
-           'Translate', 'count_lines', 'Attention', 'ImportMarian', 'Export', 'Demo', 'show', 'peek', 'own_corpus',
-           'parse', 'said', 'main']
+           'Translate', 'Attention', 'ImportMarian', 'Export', 'Demo', 'show', 'peek', 'own_corpus', 'parse', 'said',
+           'main']
 
 # %% ../nbs/42_command_line.ipynb #02-b788ca
 import argparse, contextlib, io, json, re, signal, sys, time, warnings
@@ -16,7 +16,7 @@ import tyro
 
 from .checkpoints import (
     Progress, average_checkpoints, best_steps, checkpoint_name, checkpoints, origin, read_json, read_log)
-from .corpora import CorpusConfig, load_corpus, stream_lines, zip_lines
+from .corpora import CorpusConfig, load_corpus, raw_lines, stream_lines, zip_lines
 from .decoding import DecodingConfig
 from .distributed import join, part
 from .recipe import (
@@ -203,7 +203,7 @@ class Translate:
     decoding: DecodingConfig
     text: tyro.conf.Positional[tuple[str, ...]] = () # sentences; none: read --input, or standard input
     model: Path | None = None       # a folder that `train` wrote; unless given, the toy EN-DE model of the package
-    input: Path | None = None       # a file of sentences, one a line
+    input: Path | None = None       # a file of sentences, one a line, gzipped if its name ends in .gz
     output: Path | None = None      # a file for the translations, there when all are done; standard output unless given
     prefix: str = ''                # how every translation begins
     on_error: Literal['warn', 'raise'] = 'warn' # a line not UTF-8: left empty and told at the end, or translating stops
@@ -211,17 +211,16 @@ class Translate:
 
     def __call__(self) -> None:
         if self.text and self.input: raise ValueError('give sentences or --input, not both')
-        with contextlib.ExitStack() as stack:
-            source, total, ahead = list(self.text), None, 2048
-            if self.input:
-                source = stack.enter_context(open(self.input, 'rb'))
-                if self.input.is_file(): total = count_lines(self.input) # a pipe can be read once
-            elif not source and sys.stdin is None:
-                raise ValueError('there is no standard input: give sentences, or a file with --input')
-            elif not source: source, ahead = iter(sys.stdin.buffer), 1 if sys.stdin.isatty() else 256
-            translator = Translator.load(self.model or SHIPPED)
-            out = (stack.enter_context(whole_file(self.output, 'x', encoding='utf-8', newline='\n'))
-                   if self.output else None)
+        source, total, ahead = list(self.text), None, 2048
+        if self.input:
+            source = raw_lines(self.input)
+            if self.input.is_file(): total = sum(1 for _ in raw_lines(self.input)) # a pipe can be read once
+        elif not source and sys.stdin is None:
+            raise ValueError('there is no standard input: give sentences, or a file with --input')
+        elif not source: source, ahead = iter(sys.stdin.buffer), 1 if sys.stdin.isatty() else 256
+        translator = Translator.load(self.model or SHIPPED)
+        with (whole_file(self.output, 'x', encoding='utf-8', newline='\n') if self.output
+              else contextlib.nullcontext()) as out:
             found = translator.translate_n_best(
                 source, max_tokens=self.max_tokens, progress_bar=bool(out), on_error=self.on_error,
                 prefix=self.prefix or None, read_ahead=ahead, total=total, **asdict(self.decoding))
@@ -229,14 +228,6 @@ class Translate:
                 lines = ([way.text for way in ways] if self.decoding.n_best == 1
                          else [f'{number}\t{way.score:.4f}\t{way.text}' for way in ways])
                 for line in lines: print(line, file=out, flush=out is None)
-
-# %% ../nbs/42_command_line.ipynb #10-b31c93
-def count_lines(path: Path) -> int:
-    "The lines of a file, the last of which may lack its end."
-    n, block = 0, b'\n'
-    with open(path, 'rb') as file:
-        while more := file.read(1 << 20): n, block = n + more.count(b'\n'), more
-    return n + (not block.endswith(b'\n'))
 
 # %% ../nbs/42_command_line.ipynb #20-ce265c
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 # %% auto #0
 __all__ = ['Pairs', 'REASONS', 'MULTI30K', 'MIRRORS', 'MULTI30K_LANGS', 'MULTI30K_LINES', 'SHA256', 'WMT14_LANGS', 'WMT14_SPLITS',
-           'CORPORA', 'READS', 'Corpus', 'stream_lines', 'decode_line', 'read_lines', 'zip_lines', 'Seen', 'fault',
-           'clean', 'cleaned', 'check_some', 'table_rows', 'is_numbered', 'table_pairs', 'read_tsv', 'hold_out',
-           'cache_dir', 'check_sha256', 'get', 'download', 'read_multi30k', 'Stream', 'stream_files', 'stream_tsv',
-           'hold_out_lowest', 'wmt14_files', 'stream_wmt14', 'CorpusConfig', 'check_langs', 'multi30k', 'toy_corpus',
-           'copy_corpus', 'put_aside', 'files_corpus', 'tsv_corpus', 'stream_corpus', 'large_files', 'large_tsv',
-           'wmt14', 'load_corpus', 'with_extra']
+           'CORPORA', 'READS', 'Corpus', 'raw_lines', 'stream_lines', 'decode_line', 'read_lines', 'zip_lines', 'Seen',
+           'fault', 'clean', 'cleaned', 'check_some', 'table_rows', 'is_numbered', 'table_pairs', 'read_tsv',
+           'hold_out', 'cache_dir', 'check_sha256', 'get', 'download', 'read_multi30k', 'Stream', 'stream_files',
+           'stream_tsv', 'hold_out_lowest', 'wmt14_files', 'stream_wmt14', 'CorpusConfig', 'check_langs', 'multi30k',
+           'toy_corpus', 'copy_corpus', 'put_aside', 'files_corpus', 'tsv_corpus', 'stream_corpus', 'large_files',
+           'large_tsv', 'wmt14', 'load_corpus', 'with_extra']
 
 # %% ../nbs/11_corpora.ipynb #02-7e0708
 import csv
@@ -59,6 +59,16 @@ class Corpus:
         return self.made[split]
 
 # %% ../nbs/11_corpora.ipynb #10-16e08e
+def raw_lines(
+    path: str | Path,          # a file, gzipped if its name ends in .gz
+    data: bytes | None = None, # what is in it, if that has been read already
+) -> Iterator[bytes]: # each with its end
+    "The lines of a file, one at a time, as they are. Raises OSError, or ValueError for what is no whole gzip file."
+    with open(path, 'rb') if data is None else io.BytesIO(data) as raw:
+        try: yield from gzip.open(raw) if Path(path).suffix == '.gz' else raw
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f'{path} is no whole gzip file: {error}') from None
+
 def stream_lines(
     path: str | Path,          # a UTF-8 text, gzipped if its name ends in .gz
     data: bytes | None = None, # what is in it, if that has been read already
@@ -67,15 +77,10 @@ def stream_lines(
 
     Raises OSError, or ValueError that names the file and the line of what is wrong.
     """
-    path = Path(path)
-    with open(path, 'rb') if data is None else io.BytesIO(data) as raw:
-        number = 0
-        try:
-            for number, line in enumerate(gzip.open(raw) if path.suffix == '.gz' else raw, 1):
-                if number == 1: line = line.removeprefix(b'\xef\xbb\xbf')     # some editors put this mark before UTF-8
-                yield decode_line(line.removesuffix(b'\n').removesuffix(b'\r'), f'{path}, line {number}')
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f'{path} is no whole gzip file: {error}') from None
+    number = 0
+    for number, line in enumerate(raw_lines(path, data), 1):
+        if number == 1: line = line.removeprefix(b'\xef\xbb\xbf') # some editors put this mark before UTF-8
+        yield decode_line(line.removesuffix(b'\n').removesuffix(b'\r'), f'{path}, line {number}')
     if not number: raise ValueError(f'{path} is empty')
 
 def decode_line(line: bytes, where: str) -> str:

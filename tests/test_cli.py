@@ -1,6 +1,6 @@
 """The command line as its users meet it: what goes wrong is one line and exit code 2,
 and what was there stays as it was."""
-import hashlib, json, os, re, resource, shutil, signal, subprocess, sys, time
+import gzip, hashlib, json, os, re, resource, shutil, signal, subprocess, sys, time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -147,6 +147,12 @@ def test_a_file_becomes_a_file(fails, trained, tmp_path, capsys):
     lines = out.read_text(encoding='utf-8').split('\n')
     assert len(lines) == 4 and lines[0].startswith('DOG') and lines[1] == lines[3] == ''
     assert '3/3' in capsys.readouterr().err                # the bar knows how many lines there are
+    (packed := tmp_path / 'in.txt.gz').write_bytes(gzip.compress(source.read_bytes()))
+    main(['translate', '--model', str(trained), '--input', str(packed), '--prefix', 'DOG'])
+    assert capsys.readouterr().out.split('\n') == lines
+    packed.write_bytes(packed.read_bytes()[:-5])
+    assert 'in.txt.gz is no whole gzip file' in fails('translate', '--model', trained, '--input', packed)
+    packed.unlink()
     source.write_bytes(b'fine\n\xff\n')
     with pytest.raises(SystemExit):
         main(['translate', '--model', str(trained), '--input', str(source), '--output', str(out),
