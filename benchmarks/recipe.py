@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What each setting of the Multi30k recipe is worth: one change at a time, scored on `val` alone.
 
-    python benchmarks/recipe.py --data-dir DIR # on one GPU with --jobs 6: about a quarter of an hour
+    python benchmarks/recipe.py --data-dir DIR # several at a time with --jobs 6, on a GPU say
     python benchmarks/recipe.py --data-dir DIR --epochs 6 --only dropout 'R-Drop'
 
 Every variant is `annotated-transformer train --recipe multi30k-en-de` with other flags, all for as many
