@@ -44,10 +44,11 @@ def ways(runs: Path, model: Path, sentences: Path, search: str, cut: str | None 
     out = runs/'-'.join([model.name, *search.replace('--', '').split()])
     if not out.exists():
         run('translate', '--model', model, '--input', sentences, *shlex.split(search), '--output', out)
-    rows = [line.split('\t', 2) for line in stream_lines(out)] # the sentence's number, a score, a translation
+    # the sentence's number, a score, a translation; of --n-best 1 that alone
+    rows = [line.split('\t', 2) for line in stream_lines(out)]
     texts, found = [row[-1] for row in rows], [[] for _ in stream_lines(sentences)]
-    for (number, *_), text in zip(rows, lowercased_tokenized(texts, cut) if cut else texts):
-        found[int(number) - 1].append(text)
+    for i, (row, text) in enumerate(zip(rows, lowercased_tokenized(texts, cut) if cut else texts), 1):
+        found[int(row[0] if len(row) > 1 else i) - 1].append(text)
     return found
 
 def teach(args, text: dict[str, Path]) -> dict[str, list[list[list[str]]]]: # text: each language's training sentences
@@ -106,7 +107,7 @@ def main():
     parser.add_argument('--pair', default='en-de', help='source and target language')
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3], help='of the forward teachers')
     parser.add_argument('--search', default='--beam-size 5 --alpha 1.4 --n-best 3',
-                        help="flags of the teachers' search, of two translations or more (%(default)s)")
+                        help="flags of the teachers' search (%(default)s)")
     parser.add_argument('--flags', default='', help="further flags of every run: '--precision bfloat16', say")
     parser.add_argument('--teachers', default='', help="further flags of the teachers' runs")
     parser.add_argument('--rounds', type=int, default=1,

@@ -22,8 +22,9 @@ def go(tmp_path, monkeypatch):
         calls.append(command := list(map(str, command)))
         given = dict(zip(command[1::2], command[2::2]))
         if command[0] == 'translate': Path(given['--output']).write_text(''.join(
-            f'{number}\t-1.5\t{text}\n'
-            for number, texts in enumerate(SAYS[Path(given['--model']).name], 1) for text in texts), 'utf-8')
+            f'{number}\t-1.5\t{text}\n' if given['--n-best'] != '1' else f'{text}\n'
+            for number, texts in enumerate(SAYS[Path(given['--model']).name], 1)
+            for text in texts[:int(given['--n-best'])]), 'utf-8')
     def go(*flags):
         calls.clear()
         monkeypatch.setattr(sys, 'argv', ['diversify.py', '--data-dir', 'data', '--runs', str(tmp_path),
@@ -45,6 +46,11 @@ def test_the_first_student_learns_from_all_that_was_found(go, tmp_path):
                                    for src, texts in zip((dog, cats), SAYS[teacher]) for text in texts
                                   ] + [(text, tgt) for tgt, texts in zip((hund, katzen), SAYS['backward'])
                                        for text in texts]
+
+def test_of_one_translation_each_the_lines_have_no_number(go, tmp_path):
+    go('--search', '--n-best 1')
+    assert [new for _, new in learnt(tmp_path, 1)][:4] == [
+        'Ein Hund läuft.', 'Zwei Katzen schlafen.', 'Hunde laufen.', 'Zwei Katzen dösen.']
 
 def test_the_next_goes_on_from_it_with_the_nearest(go, tmp_path):
     calls = go('--rounds', '2', '--nearest', '1', '--student', '--dropout 0.2', '--further', '--dropout 0.3')
