@@ -7,7 +7,6 @@ __all__ = ['PICTURES', 'TransformerRun', 'Train', 'going_on', 'Evaluate', 'same_
 
 # %% ../nbs/42_command_line.ipynb #02-b788ca
 import argparse, contextlib, io, json, re, signal, sys, time, warnings
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal

@@ -5,7 +5,7 @@ __all__ = ['local_mask', 'local_attention', 'LocalAttention', 'count_operations'
            'longest_chain', 'walk', 'reached', 'path_length', 'held_bytes']
 
 # %% ../nbs/05_why_self_attention.ipynb #02-05a003
-import math, warnings
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch

@@ -18,10 +18,10 @@ from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from .attention import KeyValueCache, MultiHeadAttention, padding_mask, split_heads
+from .attention import MultiHeadAttention, padding_mask
 from .batches import pad_rows
 from .layers import AddNorm, Decoder, DecoderCache, DecoderLayer, FeedForward
 from .transformer import Transformer

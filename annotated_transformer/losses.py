@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 # %% ../nbs/15_regularization.ipynb #18-a5638f
 def label_smoothing_loss(

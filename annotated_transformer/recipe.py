@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 import annotated_transformer
-from .batches import Batch, BatchLoader, encode_pairs
+from .batches import BatchLoader, encode_pairs
 from .corpora import Corpus, CorpusConfig, Stream, load_corpus
 from .large_corpora import open_pairs, tokenizer_for
 from .recurrent import RecurrentConfig

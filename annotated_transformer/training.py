@@ -8,7 +8,7 @@ __all__ = ['batch_loss', 'TrainConfig', 'Objective', 'train_step', 'validate', '
 import math, signal, sys, threading, time, zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Literal

@@ -20,10 +20,10 @@ from tqdm.auto import tqdm
 
 from .attention import record_attention
 from .batches import pad_rows
-from .decoding import DecodingConfig, Hypothesis, beam_search, sample, score_translations
+from .decoding import DecodingConfig, beam_search, sample, score_translations
 from .checkpoints import load_model, read_json, save_model
 from .scoring import perplexity
-from .vocabulary import BOS, EOS, PAD, Tokenizer, load_tokenizer, write_whole
+from .vocabulary import BOS, EOS, Tokenizer, load_tokenizer, write_whole
 
 # %% ../nbs/23_translator.ipynb #08-ef4731
 def best_device() -> str:

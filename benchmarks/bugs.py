@@ -7,17 +7,15 @@ results/bugs.json, which the page plots.
 
 The bugs, the task and the training are those of the page's cells.
 """
-import argparse, json, shlex, sys, time
+import argparse, json, time
 from contextlib import ExitStack
-from datetime import date
 from pathlib import Path
 
 import torch
 
 from annotated_transformer import checks
-from annotated_transformer.recipe import versions
 from annotated_transformer.vocabulary import write_whole
-from record import RESULTS, machine
+from record import RESULTS, about
 
 PAGE = Path(__file__).parents[1] / 'nbs/33_finding_bugs.ipynb'
 SEEDS, EVERY = (1, 2), 20  # EVERY: so many steps are one point of a curve
@@ -59,10 +57,8 @@ def main():
         if args.only and name not in args.only: continue
         bugs[name] = [run(names, bug, seed, args.steps) for seed in SEEDS]
         print(name, [(r['losses'][-1:], r['written']) for r in bugs[name]], flush=True)
-    record = earlier or dict(
-        name='bugs', command=shlex.join(['python', 'benchmarks/bugs.py', *sys.argv[1:]]),
-        machine=machine(), date=str(date.today()), versions=versions(),
-        seeds=SEEDS, steps=args.steps, every=EVERY, cpu_seconds=round(time.process_time() - began), bugs=bugs)
+    record = earlier or about() | dict(
+        name='bugs', seeds=SEEDS, steps=args.steps, every=EVERY, cpu_seconds=round(time.process_time() - began))
     write_whole(args.out, json.dumps(record | dict(bugs=bugs), indent=1) + '\n')
 
 if __name__ == '__main__': main()

@@ -7,10 +7,8 @@
 Every run has one thread. A run that several experiments share is trained once, and one that is finished is kept in
 --scratch, so that the script may be stopped and started again. It writes results/claims.json, which the pages plot.
 """
-import argparse, hashlib, json, math, multiprocessing, os, shlex, statistics, sys, time
+import argparse, hashlib, json, multiprocessing, os, statistics, time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, replace
-from datetime import date
 from functools import cache
 from pathlib import Path
 
@@ -21,13 +19,12 @@ from tqdm.auto import tqdm
 from annotated_transformer.batches import BatchLoader, encode_pairs
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.optimizer import learning_rate, make_optimizer, set_rate
-from annotated_transformer.recipe import versions
 from annotated_transformer.scoring import perplexity, score
 from annotated_transformer.training import batch_loss, validate
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.translator import Translator
 from annotated_transformer.vocabulary import train_tokenizer, write_whole
-from record import RESULTS, machine
+from record import RESULTS, about
 
 SEEDS = (1, 2, 3)
 SMALL = dict(n_layers=2, d_model=96, d_ff=192, n_heads=4, max_len=256,           # of the model
@@ -176,9 +173,8 @@ def main():
     earlier = kept(args.out) or dict(experiments={})
     experiments = {name: e for name in EXPERIMENTS if (e := found.get(name) or earlier['experiments'].get(name))}
     torch.set_num_threads(1)             # as in every run: what `versions` will say
-    record = dict(name='claims', command=shlex.join(['python', 'benchmarks/claims.py', *sys.argv[1:]]),
-                  machine=machine(), date=str(date.today()), versions=versions(), seeds=SEEDS,
-                  sentences=args.sentences, corpus='toy-ende', experiments=experiments)
+    record = dict(name='claims', **about(), seeds=SEEDS, sentences=args.sentences, corpus='toy-ende',
+                  experiments=experiments)
     write_whole(args.out, json.dumps(record, indent=1) + '\n')
     print(table(record))
 

@@ -9,20 +9,17 @@ Every layer is whole: attention with its projections. One sentence, forwards and
 round times each of the layers once, and the medians of the rounds count. Memory is what a layer
 keeps for its backward pass, counted exactly.
 """
-import argparse, json, shlex, statistics, sys, time
-from datetime import date
+import argparse, json, statistics, time
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
 from annotated_transformer.attention import MultiHeadAttention, attention, join_heads, split_heads
 from annotated_transformer.complexity import LocalAttention, held_bytes
-from annotated_transformer.recipe import versions
 from annotated_transformer.vocabulary import write_whole
-from record import RESULTS, machine
+from record import RESULTS, about
 
 SEED = 1
 
@@ -76,10 +73,9 @@ def main():
     torch.manual_seed(SEED)
     kinds = layers(args.d, args.heads, args.r, args.k)
     rows = [measure(kinds, n, args.d, args.repeats) for n in tqdm(args.lengths, unit='length')]
-    record = dict(name='complexity', command=shlex.join(['python', 'benchmarks/complexity.py', *sys.argv[1:]]),
-                  seed=SEED, machine=machine(), date=str(date.today()), lengths=args.lengths,
+    record = dict(name='complexity', **about(), seed=SEED, lengths=args.lengths,
                   d=args.d, n_heads=args.heads, r=args.r, k=args.k, repeats=args.repeats,
-                  metrics={name: [row[name] for row in rows] for name in kinds}, versions=versions())
+                  metrics={name: [row[name] for row in rows] for name in kinds})
     write_whole(args.out, json.dumps(record, indent=2) + '\n')
     for name in kinds:
         print(f'{name:28}',

@@ -17,9 +17,8 @@ given. Beside each speed: BLEU, how many outputs are the same ids as ours, the t
 and the memory that a process of its own takes at most above what the loaded model takes. On a GPU
 ours and transformers run in float32 and in bfloat16, CTranslate2 in its own float32 and float16.
 """
-import argparse, hashlib, json, shlex, statistics, subprocess, sys, tempfile, time
+import argparse, hashlib, json, statistics, subprocess, sys, tempfile, time
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from unittest.mock import patch
 
@@ -30,11 +29,10 @@ from annotated_transformer.batches import pad_rows
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.decoding import DecodingConfig, beam_search, greedy
 from annotated_transformer.interop import export_ctranslate2, export_marian
-from annotated_transformer.recipe import versions
 from annotated_transformer.scoring import score
 from annotated_transformer.translator import ModelFolder
 from annotated_transformer.vocabulary import BOS, EOS, PAD, write_whole
-from record import RESULTS, machine
+from record import RESULTS, about
 from train_speed import forget_peak, resident
 
 ROOT = Path(__file__).parents[1]
@@ -231,12 +229,10 @@ def main():
     import ctranslate2, transformers
     metrics, folder = measure(args)
     settings = {k: getattr(args, k) for k in ('split', 'sentences', 'beams', 'batches', 'repeats', 'threads', 'device')}
-    record = dict(name='decode-speed', command=shlex.join(['python', 'benchmarks/decode_speed.py', *sys.argv[1:]]),
-                  machine=machine(), date=str(date.today()), metrics=metrics,
+    record = dict(name='decode-speed', **about(), metrics=metrics,
                   settings=settings | dict(search=asdict(SEARCH), model=asdict(folder.model.config)),
-                  versions=versions() | dict(transformers=transformers.__version__,
-                                             ctranslate2=ctranslate2.__version__),
                   weights_sha256=hashlib.sha256((args.model/'model.safetensors').read_bytes()).hexdigest())
+    record['versions'] |= dict(transformers=transformers.__version__, ctranslate2=ctranslate2.__version__)
     write_whole(args.out, json.dumps(record, indent=2) + '\n')
 
 if __name__ == '__main__': main()

@@ -17,8 +17,6 @@ seconds of the processor, the whole model and smaller ones in turn; the median o
 """
 import argparse, hashlib, json, shlex, statistics, sys, time
 from dataclasses import asdict
-from datetime import date
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -30,13 +28,13 @@ from annotated_transformer.decoding import greedy
 from annotated_transformer.heads import (
     KINDS, Head, gradient_importance, heads_of, leave_one_out, normalized,
     prune_heads, pruning_curve, rank_correlation, tune_gates)
-from annotated_transformer.recipe import evaluate, versions
+from annotated_transformer.recipe import evaluate
 from annotated_transformer.training import validate
 from annotated_transformer.transformer import count_parameters
 from annotated_transformer.translator import ModelFolder, Translator
 from annotated_transformer.visualize import head_habits
 from annotated_transformer.vocabulary import write_whole
-from record import RESULTS, machine
+from record import RESULTS, about
 
 ROOT = Path(__file__).parents[1]
 GROUPS = {**{kind: (kind,) for kind in KINDS}, 'all': KINDS}
@@ -189,11 +187,10 @@ def main():
     settings = {k: getattr(args, k) for k in sum(([*OWN[name]] for name in args.only or PARTS), [*SHARED])}
     given = [word for word in sys.argv[1:] if word not in (args.made, '--made')]
     shown = ['MODEL' if word == str(args.model) else word for word in given]
-    record = dict(name='heads', command=shlex.join(['python', 'benchmarks/heads.py', *shown]),
-                  model_command=args.made, seed=args.seed, machine=machine(), date=str(date.today()),
-                  cpu_seconds=round(time.process_time() - began), metrics=metrics,
-                  settings=settings | dict(model=asdict(run.model.config)),
-                  versions=versions(), weights_sha256=weights)
+    record = about() | dict(name='heads', command=shlex.join(['python', 'benchmarks/heads.py', *shown]),
+                            model_command=args.made, seed=args.seed,
+                            cpu_seconds=round(time.process_time() - began), metrics=metrics,
+                            settings=settings | dict(model=asdict(run.model.config)), weights_sha256=weights)
     if earlier:
         record |= dict(command=f"{earlier['command']}; {record['command']}",
                        model_command=earlier['model_command'], settings=earlier['settings'] | settings,

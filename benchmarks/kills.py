@@ -11,10 +11,9 @@ how-manieth of the process, half of them in a save. Those between fall at any mo
 and rename takes some milliseconds longer than it would, so that they meet saves too. What a run was
 doing when it was killed is read off the files that it left.
 """
-import argparse, itertools, json, os, random, shlex, shutil, signal, sys, tempfile, threading, time
+import argparse, itertools, json, os, random, shutil, signal, sys, tempfile, threading, time
 from collections import Counter
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ from annotated_transformer.checkpoints import checkpoints, read_log
 from annotated_transformer.training import TrainConfig, Trainer
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.vocabulary import write_whole
-from record import RESULTS, machine
+from record import RESULTS, about
 
 MODEL = TransformerConfig(40, n_layers=1, d_model=32, d_ff=64, n_heads=2, max_len=16, dropout=0.1)
 SETTINGS = TrainConfig(max_tokens=60, warmup=20, peak_rate=1e-2, log_every=3, save_every=5, average=3,
@@ -136,8 +135,7 @@ def main():
                              f'parts from the whole one in {parted}; see {place}')
         print(f'run {runs}: {len(found)} files, all equal to those of the run never killed', flush=True)
     during = dict(Counter(kill['during'] for kill in kills).most_common())
-    record = dict(name='kills', command=shlex.join(['python', 'benchmarks/kills.py', *sys.argv[1:]]),
-                  seed=args.seed, machine=machine(), date=str(date.today()), torch=torch.__version__,
+    record = dict(name='kills', **about(), seed=args.seed,
                   result=dict(
                       kills=len(kills),
                       while_saving=sum(n for what, n in during.items() if what.startswith('saving')),

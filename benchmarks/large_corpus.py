@@ -8,8 +8,7 @@ Each size is prepared, and trained from, by a process of its own, so that its me
 files of the smaller sizes are the beginning of the largest's. Ten million is read off the straight
 line through the measured times.
 """
-import argparse, json, os, resource, shlex, statistics, subprocess, sys, tempfile, time
-from datetime import date
+import argparse, json, os, resource, statistics, subprocess, sys, tempfile, time
 from itertools import islice
 from pathlib import Path
 
@@ -21,13 +20,12 @@ from annotated_transformer.batches import BatchLoader, padding_share
 from annotated_transformer.corpora import load_corpus
 from annotated_transformer.large_corpora import len_cores, open_pairs, tokenizer_for
 from annotated_transformer.optimizer import make_optimizer
-from annotated_transformer.recipe import versions
 from annotated_transformer.toy_languages import toy_pairs
 from annotated_transformer.training import batch_loss
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.vocabulary import load_tokenizer, write_whole
 
-from record import RESULTS, machine
+from record import RESULTS, about
 
 VOCAB, MAX_TOKENS, MAX_LEN = 4000, 4096, 256
 
@@ -157,10 +155,7 @@ def main():
     metrics = dict(sizes=rows, line=rounded(line(rows)) if len(rows) > 1 else None,
                    num_proc=len_cores(), tokenizer_seconds=round(tokenizer_seconds, 1),
                    vocab_size=VOCAB, max_tokens=MAX_TOKENS, steps=args.steps, load_average=[round(x, 1) for x in load])
-    record = dict(name=args.out,
-                  command='python benchmarks/' + shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-                  seed=args.seed, machine=machine(), date=str(date.today()),
-                  note=args.note, metrics=metrics, versions=versions())
+    record = dict(name=args.out, **about(), seed=args.seed, note=args.note, metrics=metrics)
     print(json.dumps(metrics['line'], indent=1))
     if args.out != '-': write_whole(RESULTS/f'{args.out}.json', json.dumps(record, indent=2) + '\n')
 

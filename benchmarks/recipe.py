@@ -17,10 +17,10 @@ from pathlib import Path
 
 from annotated_transformer.checkpoints import average_checkpoints, checkpoints
 from annotated_transformer.corpora import CorpusConfig, load_corpus
-from annotated_transformer.recipe import RECIPES, evaluate, versions
+from annotated_transformer.recipe import RECIPES, evaluate
 from annotated_transformer.translator import Translator
 from annotated_transformer.vocabulary import write_whole
-from record import RESULTS, machine
+from record import RESULTS, about
 
 RECIPE = 'multi30k-en-de'
 SEEDS = {f'the recipe, seed {seed}': f'--seed {seed}' for seed in (1, 2, 3)}
@@ -104,10 +104,10 @@ def main():
     seeds = [rows[name]['val_bleu'] for name in SEEDS]
     rows = {name: rows[name] for name in SEEDS | VARIANTS if name in rows}
     only = ['--only', *(name for name in VARIANTS if name in rows)] if len(rows) < len(SEEDS | VARIANTS) else []
-    record |= dict(name='recipe', seed=1, machine=machine(), date=str(date.today()), versions=versions(),
-                   command=shlex.join(['python', 'benchmarks/recipe.py', '--data-dir', 'DIR',
-                                       '--epochs', str(args.epochs), f'--flags={args.flags}', *only]),
-                   metrics=dict(mean=statistics.mean(seeds), spread=statistics.stdev(seeds), variants=rows))
+    command = ['python', 'benchmarks/recipe.py', '--data-dir', 'DIR', '--epochs', str(args.epochs),
+               f'--flags={args.flags}', *only]
+    record |= about() | dict(name='recipe', seed=1, command=shlex.join(command), metrics=dict(
+        mean=statistics.mean(seeds), spread=statistics.stdev(seeds), variants=rows))
     write_whole(args.out, json.dumps(record, indent=2) + '\n')
     print(f'the recipe, three seeds: {statistics.mean(seeds):.2f} ± {statistics.stdev(seeds):.2f}')
     for name, bleu in (record['averages'] | record['searches']).items(): print(f'{name:<28} val BLEU {bleu:.2f}')

@@ -5,12 +5,12 @@ NAME.json and NAME.log.jsonl in results/.
     python benchmarks/record.py runs/m30k multi30k-en-de-tiny-30min
         --split test_2016_flickr --command 'annotated-transformer train …'
 """
-import argparse, hashlib, json, os, platform, time
+import argparse, hashlib, json, os, platform, shlex, sys, time
 from datetime import date
 from pathlib import Path
 
 from annotated_transformer.corpora import CorpusConfig, load_corpus
-from annotated_transformer.recipe import evaluate
+from annotated_transformer.recipe import evaluate, versions
 from annotated_transformer.scoring import CUT, bleu_interval, report, tokenized_bleu
 from annotated_transformer.training import timed_log
 from annotated_transformer.transformer import count_parameters
@@ -25,6 +25,11 @@ def machine() -> str:
     names = [line.split(':')[1].strip() for line in info.read_text().splitlines()
              if line.startswith('model name')] if info.exists() else []
     return f'{(names or [platform.processor() or platform.machine()])[0]}, {os.cpu_count()} cores'
+
+def about() -> dict:
+    "What stands beside every measurement: the command that made it, machine, date, versions of the libraries."
+    return dict(command=shlex.join(['python', f'benchmarks/{Path(sys.argv[0]).name}', *sys.argv[1:]]),
+                machine=machine(), date=str(date.today()), versions=versions())
 
 def scored(translations: list[str], references: list[str], lang: str, tokenized: bool) -> dict:
     """All that is told of a split; of text that is lower-cased and cut into words,

@@ -15,9 +15,8 @@ on `val` of toy EN-DE after `--sweep-steps` updates; Multi30k takes it from the 
 figures join those that the record holds, after every round. Ctrl-C ends the training after the round
 that runs, and what has been learned is scored. Rates that the record holds are not tried again.
 """
-import argparse, json, re, shlex, sys, time
+import argparse, json, re, time
 from dataclasses import asdict, replace
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -27,14 +26,14 @@ from annotated_transformer.batches import BatchLoader, encode_pairs
 from annotated_transformer.checkpoints import build
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.optimizer import learning_rate, make_optimizer
-from annotated_transformer.recipe import default_run, versions
+from annotated_transformer.recipe import default_run
 from annotated_transformer.recurrent import RecurrentConfig
 from annotated_transformer.scoring import brief, score, score_by_length
 from annotated_transformer.training import Objective, noting_signals, seed_step, train_step, validate
 from annotated_transformer.transformer import count_parameters
 from annotated_transformer.translator import Translator
 from annotated_transformer.vocabulary import train_tokenizer, write_whole
-from record import RESULTS, machine
+from record import RESULTS, about
 
 SEED, WARMUP = 1, 100
 # tried as the highest, by family
@@ -159,11 +158,9 @@ def try_rate(task, args):
     learner = Learner(task, task.models[args.only], args.rate)
     for i in trange(1, 1 + round(60*args.minutes / args.slice), desc=f'{args.only}, {args.rate:g}'):
         learner.learn(i * args.slice)
-    found = dict(model=args.only, peak_rate=args.rate, command=command(), curve=learner.curve)
+    found = dict(model=args.only, peak_rate=args.rate, command=about()['command'], curve=learner.curve)
     held = join(args.out)[args.corpus]
     join(args.out, **{args.corpus: held | dict(other_rates=held.get('other_rates', []) + [found])})
-
-def command(): return shlex.join(['python', 'benchmarks/recurrent.py', *sys.argv[1:]])
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -187,12 +184,11 @@ def main():
     if 'sweep' not in (record := join(args.out)): parser.error('the rates are found on toy EN-DE: run that first')
     rates = {name: float(min(losses, key=losses.get)) for name, losses in record['sweep']['val_loss'].items()}
     learners = {name: Learner(task, config, rates[family(name)]) for name, config in task.models.items()}
-    about = dict(command=command(), seed=SEED, machine=machine(), date=str(date.today()),
-                 versions=versions(), tests=TESTS[args.corpus],
-                 training={name: getattr(task.training, name)
-                           for name in ('max_tokens', 'warmup', 'label_smoothing', 'clip_norm')})
+    told = about() | dict(seed=SEED, tests=TESTS[args.corpus],
+                          training={name: getattr(task.training, name)
+                                    for name in ('max_tokens', 'warmup', 'label_smoothing', 'clip_norm')})
     held = join(args.out).get(args.corpus, {}) # other rates, say, that were tried
-    def write(): join(args.out, **{args.corpus: held | dict(about, models=figures(task, learners, rates, decoded))})
+    def write(): join(args.out, **{args.corpus: held | dict(told, models=figures(task, learners, rates, decoded))})
     with noting_signals() as noted:
         for i in tqdm(range(1, 1 + max(1, round(60*args.minutes / args.slice))), desc=args.corpus, unit='round'):
             if noted: break

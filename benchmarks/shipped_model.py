@@ -7,16 +7,15 @@
 The record is the folder's own training.json, and results/shipped-model.log.jsonl beside it:
 the losses that the same command gives again.
 """
-import argparse, json, shlex, sys, tempfile
+import argparse, json, tempfile
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 
 from annotated_transformer.checkpoints import read_log
 from annotated_transformer.corpora import load_corpus
 from annotated_transformer.recipe import default_run, evaluate, train_translator
 from annotated_transformer.vocabulary import write_whole
-from record import RESULTS, machine
+from record import RESULTS, about
 
 SHIPPED = Path(__file__).parents[1] / 'annotated_transformer/data/toy-ende'
 
@@ -28,9 +27,7 @@ def main():
         translator, log = train_translator(run, Path(folder) / 'run'), read_log(Path(folder) / 'run/log.jsonl')
     corpus, splits = load_corpus(run.corpus), ('test', 'test_long', 'test_combinations')
     scores = {split: evaluate(translator, corpus[split])[0] for split in splits}
-    translator.training |= {split: asdict(found) for split, found in scores.items()} | dict(
-        command=shlex.join(['python', 'benchmarks/shipped_model.py', *sys.argv[1:]]),
-        machine=machine(), date=str(date.today()))
+    translator.training |= {split: asdict(found) for split, found in scores.items()} | about()
     translator.save(args.out)
     if args.out == SHIPPED:
         write_whole(RESULTS / 'shipped-model.log.jsonl', ''.join(json.dumps(row) + '\n' for row in log))

@@ -12,25 +12,23 @@ each of them once, one after the other in an order that moves on, and the median
 is measured in a process of its own for each: the peak during the steps above what was resident once model and
 optimizer were built, so gradients, Adam's means, activations and logits count, and code and weights do not.
 """
-import argparse, json, math, os, random, shlex, statistics, subprocess, sys, time
+import argparse, json, math, statistics, subprocess, sys, time
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from annotated_transformer.batches import Batch, BatchLoader, encode_pairs
+from annotated_transformer.batches import BatchLoader, encode_pairs
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.layers import Dropout
 from annotated_transformer.optimizer import make_optimizer
 from annotated_transformer.positions import SinusoidalPositions
-from annotated_transformer.recipe import versions
 from annotated_transformer.training import Objective, TrainConfig, train_step
 from annotated_transformer.transformer import Transformer, TransformerConfig, count_parameters
 from annotated_transformer.vocabulary import PAD, train_tokenizer, write_whole
-from record import RESULTS, machine
+from record import RESULTS, about
 
 ROOT = Path(__file__).parents[1]
 SMOOTHING, CLIP, RATE, SEED = 0.1, 1.0, 1e-4, 1
@@ -354,10 +352,9 @@ def main():
         return
     import transformers
     metrics = {label: measure(label, args) for label in args.sizes}
-    record = dict(name='train-speed', command=shlex.join(['python', 'benchmarks/train_speed.py', *sys.argv[1:]]),
-                  seed=SEED, machine=machine(), date=str(date.today()),
-                  metrics=metrics, repeats=args.repeats, steps=args.steps,
-                  versions=versions() | dict(transformers=transformers.__version__))
+    record = dict(name='train-speed', **about(), seed=SEED,
+                  metrics=metrics, repeats=args.repeats, steps=args.steps)
+    record['versions'] |= dict(transformers=transformers.__version__)
     write_whole(args.out, json.dumps(record, indent=2) + '\n')
 
 if __name__ == '__main__': main()

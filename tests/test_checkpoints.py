@@ -1,14 +1,14 @@
 "Checkpoints when things go wrong: killed between any two operations on the disk, no room, one bit turned over, a trap."
-import errno, hashlib, io, json, os, pickle, random, resource, shutil, subprocess, sys, tarfile
+import errno, io, json, os, pickle, random, resource, shutil, subprocess, sys, tarfile
 from pathlib import Path
 
-import pytest, safetensors.torch, torch
+import pytest, torch
 from torch.optim.swa_utils import AveragedModel
 
 from annotated_transformer import checkpoints as module
 from annotated_transformer.checkpoints import (
     Progress, append_log, average_checkpoints, best_steps, checkpoint_name, checkpoints, cut_log, keep,
-    latest, load_checkpoint, load_model, load_state, load_weights, read_log,
+    latest, load_checkpoint, load_model, load_state, read_log,
     save_checkpoint, save_model, verify, whole, write_manifest)
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.translator import Translator

@@ -1,6 +1,6 @@
 """The command line as its users meet it: what goes wrong is one line and exit code 2,
 and what was there stays as it was."""
-import gzip, hashlib, json, os, re, resource, shutil, signal, subprocess, sys, time
+import gzip, hashlib, json, re, resource, shutil, signal, subprocess, sys, time
 from dataclasses import asdict, replace
 from pathlib import Path
 

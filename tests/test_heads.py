@@ -1,5 +1,4 @@
 """Models that lost heads: every position, norm and width; files, searches, exports. Page 31 shows the rest."""
-import copy
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,10 +8,10 @@ import torch
 from torch.testing import assert_close
 
 from annotated_transformer import decoding
-from annotated_transformer.batches import Batch, BatchLoader, encode_pairs
+from annotated_transformer.batches import Batch
 from annotated_transformer.checkpoints import average_checkpoints, load_model, save_model
 from annotated_transformer.checks import check_transformer
-from annotated_transformer.decoding import State, beam_search, decoding_state, greedy, sample, score_translations
+from annotated_transformer.decoding import State, beam_search, decoding_state, greedy
 from annotated_transformer.heads import (
     KINDS, Head, HeadGates, close_gates, gated_heads, gradient_importance, heads_of, leave_one_out,
     prune_heads, shut, tune_gates)

@@ -14,7 +14,6 @@ import safetensors.torch
 import sentencepiece
 import torch
 import transformers
-from hypothesis import given, settings, strategies
 from torch import nn
 
 from annotated_transformer import interop

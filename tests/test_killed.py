@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest, torch
 
-from annotated_transformer.checkpoints import checkpoints, latest, load_state, verify
+from annotated_transformer.checkpoints import checkpoints, latest, load_state
 from annotated_transformer.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]

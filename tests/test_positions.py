@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from annotated_transformer.attention import (MultiHeadAttention, attention, causal_mask, fast_attention,
                                              padding_mask, record_attention)
 from annotated_transformer.layers import DecoderCache
-from annotated_transformer.positions import AlibiPositions, RotaryPositions, alibi_slopes, sinusoids, turn
+from annotated_transformer.positions import AlibiPositions, RotaryPositions, alibi_slopes, sinusoids
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.vocabulary import BOS, EOS, PAD
 

@@ -19,7 +19,6 @@ from annotated_transformer.recipe import default_run, train_translator
 from annotated_transformer.recurrent import Recurrent, RecurrentConfig, RecurrentEncoder
 from annotated_transformer.training import Objective, TrainConfig, train_step
 from annotated_transformer.transformer import Transformer, TransformerConfig, count_parameters
-from annotated_transformer.translator import Translator
 from annotated_transformer.vocabulary import BOS, EOS, PAD
 
 KINDS = ('additive', 'dot')

@@ -93,6 +93,25 @@ def test_lines_are_at_most_120_wide(committed):
     assert not wide
 
 
+def unused(code):
+    "Names that Python code imports and does not use."
+    nodes = list(ast.walk(ast.parse(code)))
+    named = {(a.asname or a.name).split('.')[0] for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)
+             for a in node.names}
+    return named - {node.id for node in nodes if isinstance(node, ast.Name)} - {'*'}
+
+
+def test_every_import_is_used(committed):
+    "Of the modules by themselves, of pages as a whole, of tests, tools and benchmarks; not of the package's face."
+    assert unused('import json, os.path as path\nfrom ast import *\nfrom re import sub\nsub(json)') == {'path'}
+    code = {f: text for f, text in committed.items() if f.endswith('.py') and not f.endswith('__init__.py')}
+    for page in PAGES:
+        cells = json.loads(page.read_text(encoding='utf-8'))['cells']
+        lines = ''.join(''.join(c['source']) + '\n' for c in cells if c['cell_type'] == 'code').splitlines()
+        code[page.name] = '\n'.join(re.sub(r'^(\s*)[%!].*', r'\1pass', line) for line in lines)
+    assert not {f: names for f, text in code.items() if (names := unused(text))}
+
+
 def test_no_path_of_a_machine(committed):
     # in two pieces, so that this file is not its own finding
     folders = '|'.join(['wo' 'rk', 'fa' 'rm', 'ro' 'ot', 'home/' r'[a-z]\w*', 'Us' r'ers/\w+'])

@@ -3,7 +3,6 @@ and every setting that shapes the weights.
 """
 import json, math, os, signal, sys
 from dataclasses import replace
-from functools import partial
 
 import pytest, safetensors.torch, torch
 

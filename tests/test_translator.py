@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from annotated_transformer.decoding import DecodingConfig
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.transformer import Transformer, TransformerConfig
-from annotated_transformer.translator import FILES, Account, Translation, Translator, chunks
+from annotated_transformer.translator import FILES, Translation, Translator, chunks
 from annotated_transformer.vocabulary import SentencePieceTokenizer, open_spm, train_tokenizer
 
 PAIRS = [(p.src, p.tgt) for p in toy_ende('train', n=300)]
