@@ -333,12 +333,14 @@ def arguments():
     parser.add_argument('--threads', type=int, default=0, help="of torch; its own choice unless given")
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu', choices=['cpu', 'cuda'])
     parser.add_argument('--data-dir', type=Path, default=ROOT.parent/'shared/data/multi30k', help='where Multi30k lies')
-    parser.add_argument('--out', type=Path, default=RESULTS/'train-speed.json', help='of the record')
+    parser.add_argument('--out', type=Path, help='the record (results/train-speed.json; of a GPU train-speed-gpu.json)')
     parser.add_argument('--switches', action='store_true',
                         help='also ours with each switch the other way; compiling takes minutes')
     parser.add_argument('--memory-of', choices=[OURS, *OTHERS], help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.sizes = args.sizes or [name for name, size in SIZES.items() if args.device == 'cuda' or not size.gpu]
+    args.name = 'train-speed-gpu' if args.device == 'cuda' else 'train-speed'
+    args.out = args.out or RESULTS/f'{args.name}.json'
     if args.threads: torch.set_num_threads(args.threads)
     return args
 
@@ -352,8 +354,7 @@ def main():
         return
     import transformers
     metrics = {label: measure(label, args) for label in args.sizes}
-    record = dict(name='train-speed', **about(), seed=SEED,
-                  metrics=metrics, repeats=args.repeats, steps=args.steps)
+    record = dict(name=args.name, **about(), seed=SEED, metrics=metrics, repeats=args.repeats, steps=args.steps)
     record['versions'] |= dict(transformers=transformers.__version__)
     write_whole(args.out, json.dumps(record, indent=2) + '\n')
 
