@@ -4,12 +4,12 @@
     python benchmarks/diversify.py --data-dir DIR --flags='--precision bfloat16' --jobs 2
     python benchmarks/diversify.py --data-dir DIR --tokenized DIR # the student learns older papers' kind of text
 
-Nguyen et al. (2020): every forward teacher translates the training sentences, the backward one their translations,
-and a student learns from all that beside what people wrote. In a further round it is a teacher itself, and goes on
-from its weights with those translations alone that are nearest to what people wrote (Kim and Rush, 2016). Each step
-is a command of `annotated-transformer`, printed as it begins; what is finished is not done again, so the same call
-goes on where it was stopped. With --tokenized the student's text is lower-cased and cut into words, in a folder that
-holds it so; what the teachers write is cut by the same rules. No test split is looked at.
+Nguyen et al. (2020): every forward teacher translates the source sentences, the backward one the target sentences
+that people wrote, and a student learns from all these pairs beside what people wrote. In a further round it is a
+teacher itself, and goes on from its weights with those translations alone that are nearest to what people wrote (Kim
+and Rush, 2016). Each step is a command of `annotated-transformer`, printed as it begins; what is finished is not done
+again, so the same call goes on where it was stopped. With --tokenized the student's text is lower-cased and cut into
+words, in a folder that holds it so; what the teachers write is cut by the same rules. No test split is looked at.
 """
 import argparse, shlex, subprocess, sys
 from collections.abc import Iterable

@@ -7,7 +7,7 @@
 Every variant is `annotated-transformer train --recipe multi30k-en-de` with other flags, all for as many
 epochs, in a folder of its own under --runs: what was stopped goes on when the same command is given again, and
 what the record holds of the same settings is not trained again. The recipe itself is trained with three seeds,
-whose spread says which differences mean something. How to average and how to search cost no training and are
+whose spread says how far chance alone parts two runs. How to average and how to search cost no training and are
 tried on the recipe's first seed. The test splits are not looked at.
 """
 import argparse, json, shlex, statistics, subprocess, sys, tempfile
@@ -20,7 +20,7 @@ from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.recipe import RECIPES, evaluate
 from annotated_transformer.translator import Translator
 from annotated_transformer.vocabulary import write_whole
-from record import RESULTS, about
+from record import RESULTS, about, machine
 
 RECIPE = 'multi30k-en-de'
 SEEDS = {f'the recipe, seed {seed}': f'--seed {seed}' for seed in (1, 2, 3)}
@@ -34,9 +34,11 @@ VARIANTS = {
     'BPE-dropout 0.1': '--bpe-dropout 0.1', 'R-Drop 1': '--r-drop 1', 'R-Drop 5': '--r-drop 5',
     'no label smoothing': '--label-smoothing 0', 'moving average of weights': '--ema 0.999',
     'sinusoidal positions': '--positions sinusoidal', 'ALiBi': '--positions alibi',
-    'scaled initialisation': '--init scaled', 'post-norm': '--norm post --init scaled',
-    'inner width 512': '--d-ff 512', 'width 256': '--d-model 256 --d-ff 512 --peak-rate 2e-3',
+    'scaled initialisation': '--init scaled', 'post-norm, scaled initialisation': '--norm post --init scaled',
+    'inner width 512': '--d-ff 512',
+    'width 256, inner width 512, peak rate 2e-3': '--d-model 256 --d-ff 512 --peak-rate 2e-3',
 }
+AVERAGES = 1, 5, 10
 SEARCH = dict(beam_size=5, alpha=1.0)                   # of every score but those of SEARCHES
 SEARCHES = {'greedy': dict(beam_size=1)} | {f'beam {beam}, alpha {alpha}': dict(beam_size=beam, alpha=alpha)
                                             for beam in (4, 5, 8) for alpha in (0.6, 1.0, 1.4, 1.7)}
@@ -59,12 +61,13 @@ def scored(folder: Path, flags: str, pairs) -> dict:
                 minutes=progress['minutes'], steps=progress['step'], date=str(date.today()))
 
 def averaged(folder: Path, pairs) -> dict[str, float]:
-    "BLEU of averages of a trained run's last checkpoints."
+    "BLEU of the last checkpoint of a trained run, and of averages of the last ones."
     kept, found = checkpoints(folder), {}
+    if len(kept) < max(AVERAGES): raise SystemExit(f'{folder} has {len(kept)} checkpoints left, not {max(AVERAGES)}')
     with tempfile.TemporaryDirectory() as room:
-        for n in (n for n in (1, 5, 10) if n <= len(kept)):
+        for n in AVERAGES:
             model = Translator.load(average_checkpoints(kept[-n:], Path(room, str(n))))
-            found[f'average of {n}'] = evaluate(model, pairs, **SEARCH)[0].bleu
+            found[f'average of {n}' if n > 1 else 'last checkpoint'] = evaluate(model, pairs, **SEARCH)[0].bleu
     return found
 
 def searched(folder: Path, pairs) -> dict[str, float]:
@@ -73,10 +76,18 @@ def searched(folder: Path, pairs) -> dict[str, float]:
     return {name: evaluate(model, pairs, **search)[0].bleu for name, search in SEARCHES.items()}
 
 def recorded(args) -> dict:
-    "The record, if it is of the same recipe and settings."
-    record = json.loads(args.out.read_text('utf-8')) if args.out.exists() else {}
-    same = {'epochs': args.epochs, 'flags': args.flags, 'search': SEARCH, 'recipe': RECIPES[RECIPE]}
-    return record if {key: record.get(key) for key in same} == same else same
+    "The record, if there is one. SystemExit for one of another recipe, settings or machine."
+    same = {'epochs': args.epochs, 'flags': args.flags, 'search': SEARCH, 'recipe': RECIPES[RECIPE],
+            'machine': machine()}
+    if not args.out.exists(): return same
+    record = json.loads(args.out.read_text('utf-8'))
+    other = [key for key in same if record.get(key) != same[key]]
+    if other: raise SystemExit(f'{args.out} has another {" and ".join(other)}: choose another --out')
+    return record
+
+def wanted(name: str, only: list[str]) -> bool:
+    "Whether a variant is asked for, by its whole name or a part that is no other variant's name."
+    return not only or name in only or any(part in name for part in only if part not in VARIANTS)
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,7 +95,7 @@ def main():
     parser.add_argument('--epochs', type=int, default=40, help='of every variant')
     parser.add_argument('--flags', default='', help="further flags of every variant: '--precision bfloat16', say")
     parser.add_argument('--only', nargs='*', default=[],
-                        help='variants whose name contains one of these, besides the recipe itself')
+                        help='variants of these names, or with one of these in their name, besides the recipe itself')
     parser.add_argument('--jobs', type=int, default=1, help='variants trained at the same time')
     parser.add_argument('--runs', type=Path, default=Path('runs/recipe'), help='folder of the runs')
     parser.add_argument('--out', type=Path, default=RESULTS / 'recipe.json', help='the record')
@@ -93,7 +104,7 @@ def main():
     rows = {name: row for name, row in record.get('metrics', {}).get('variants', {}).items()
             if row['flags'] == (SEEDS | VARIANTS).get(name)}
     missing = {name: flags for name, flags in (SEEDS | VARIANTS).items() if name not in rows and
-               (name in SEEDS or not args.only or any(part in name for part in args.only))}
+               (name in SEEDS or wanted(name, args.only))}
     with ThreadPoolExecutor(args.jobs) as pool:
         for name, out in zip(missing, pool.map(lambda item: train(*item, args), missing.items())):
             rows[name] = scored(out, missing[name], val)
