@@ -291,7 +291,7 @@ def what_went_wrong(
     reference: str,
 ) -> list[tuple[str, str, str]]: # (kind, word written, word of the reference)
     """Where a translation leaves its reference:
-    'missing', 'added', 'order', 'form' (more than half of its letters are right) or 'word'.
+    'missing', 'added', 'order', 'form' (the two begin alike, for more than half of the longer one) or 'word'.
     """
     written, meant = (re.findall(r'\w+|[^\w\s]', text) for text in (translation, reference))
     parts = [(written[a:b], meant[c:d])

@@ -128,7 +128,7 @@ class Comparison:
     "Two systems on the same sentences."
     bleu: float    # of the first
     against: float # BLEU of the second
-    p_value: float # how often chance alone would part two equal systems as far; below 0.05 is called significant
+    p_value: float # of the paired bootstrap, one side of it; below 0.05 is called significant
     signature: str
 
 def compare(
