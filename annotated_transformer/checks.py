@@ -216,7 +216,7 @@ def check_transformer(
     without_positions: Callable | None = None, # the same model without positions, if no module is named after them
     make: Callable[[], nn.Module] | None = None, # a new model of the same kind, for its state to be loaded into
     append_padding: Callable | None = None, # (ids, k) to ids with k more places; `pad` on the right unless given
-    tol: float | None = None,      # what counts as no difference, in units of the logits' spread; 1e-7, in 32 bits 1e-4
+    tol: float | None = None,      # what counts as no difference, in units of the logits' spread; 1e-5, in 32 bits 1e-4
     steps: int = 200,              # updates in which a batch must be learned by heart, for each of two rates
     only: Iterable[str] = (),      # names of `QUESTIONS` to be asked; all of them by default
 ) -> Report:

@@ -154,7 +154,7 @@ def clean(
     max_ratio: float | None = None,
     unique: bool = False,    # leave out what came before
 ) -> Iterator[tuple[str, str]]:
-    "The pairs that may be learned from, in their order, in memory of eight bytes a pair at most."
+    "The pairs that may be learned from, in their order. Of a pair that went by, `unique` keeps eight bytes."
     pairs, seen, counts = iter(pairs), Seen(), dict.fromkeys(REASONS, 0)
     while part := list(islice(pairs, 1 << 14)):
         faults = [fault(pair, max_words, max_ratio) for pair in part]
@@ -239,7 +239,7 @@ def read_tsv(
 # %% ../nbs/11_corpora.ipynb #25-fa2926
 def hold_out(
     pairs: Pairs,
-    sizes: Mapping[str, int], # {split: how many pairs it should get, a tenth of all at most}
+    sizes: Mapping[str, int], # {split: how many pairs it should get, a tenth of all at most, in whole sentences}
     seed: int = 0,
 ) -> dict[str, Pairs]: # the splits of `sizes`, and `train` with what is left; the order of the pairs is kept
     "Put pairs aside, the same each time. Pairs that share their source sentence stay together."
@@ -413,7 +413,7 @@ def stream_tsv(path: str | Path) -> Iterator[tuple[str, str]]:
 # %% ../nbs/11_corpora.ipynb #56-f2083a
 def hold_out_lowest(
     pairs: Iterable[tuple[str, str]],
-    sizes: Mapping[str, int], # {split: about how many pairs it should get, a tenth of all at most}
+    sizes: Mapping[str, int], # {split: about how many pairs it should get, a tenth of all at most, in whole sentences}
 ) -> tuple[dict[str, Pairs], int]: # the splits, and the checksum from which on a source sentence is for training
     "Put those pairs aside whose source sentences have the lowest checksums, in one pass."
     wanted, groups, heap, held, n = sum(sizes.values()), {}, [], 0, 0
@@ -490,7 +490,7 @@ class CorpusConfig:
     test_src: str | Path | None = None # files: sentences to test on; without them, some of src are put aside
     test_tgt: str | Path | None = None # files: their translations
     tsv: str | Path | None = None # tsv: a table of source, tab, target; further columns are ignored
-    held_out: int = 1000 # files, tsv: pairs put aside for val and for test, a tenth of all at most
+    held_out: int = 1000 # files, tsv: pairs put aside for val and for test, a tenth of all at most, in whole sentences
     on_disk: bool = False # files, tsv: too large for memory, so encoded once into mapped files; wmt14 always is
     max_words: int | None = None # words of a training sentence at most; longer pairs are dropped
     max_ratio: float | None = None # words of a training pair's longer side to its shorter's, at most

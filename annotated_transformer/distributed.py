@@ -47,7 +47,10 @@ class World:
 
     def wrap(self, module: nn.Module) -> nn.Module:
         "The module, whose gradients become the mean over all processes as soon as they are made."
-        return module if self.size == 1 else nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+        if self.size == 1: return module
+        parallel = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+        parallel.broadcast_buffers = False # tables of positions are equal everywhere: no step need send them
+        return parallel
 
     def gathering(self, module: nn.Module, last: bool):
         "A context for one of several backward passes: gradients cross the network after the last alone."

@@ -353,7 +353,8 @@ def import_marian(
     about = dict(length_penalty=1.0, num_beams=4) | {k: x for k, x in about.items() if x is not None}
     least = about.get('min_new_tokens') or max(0, about.get('min_length', 0) - 1) # the latter counts the first token
     decoding = dict(alpha=float(about['length_penalty']), length_offset=0.0, beam_size=about['num_beams'],
-                    no_repeat_ngram=about.get('no_repeat_ngram_size', 0), min_len=least)
+                    no_repeat_ngram=about.get('no_repeat_ngram_size', 0), min_len=least,
+                    patience=float(about.get('early_stopping') is True)) # stop when enough have ended
     try: DecodingConfig(**decoding)
     except ValueError as error: raise ValueError(f'{folder}/generation_config.json: {error}') from None
     training = dict(decoding=decoding, imported=dict(marian=c.get('_name_or_path') or folder.name))
@@ -421,10 +422,13 @@ def export_marian(
     if search.alpha and search.length_offset:
         warnings.warn(f'transformers has no length_offset={search.length_offset:g}: its search divides by the length '
                       f'to the power of alpha={search.alpha:g} alone, and may choose other translations')
+    if search.patience not in (0, 1):
+        warnings.warn(f'transformers has no patience={search.patience:g}: '
+                      'its search goes on while a hypothesis could win')
     generation = MARIAN_IDS | dict(
         max_length=c.max_len, num_beams=search.beam_size, length_penalty=search.alpha, min_new_tokens=search.min_len,
         no_repeat_ngram_size=search.no_repeat_ngram,
-        early_stopping='never', bad_words_ids=[[PAD], [BOS]], renormalize_logits=True)
+        early_stopping=True if search.patience == 1 else 'never', bad_words_ids=[[PAD], [BOS]], renormalize_logits=True)
     with whole(out) as partial:
         write_whole(partial / 'config.json', as_json(marian_settings(c)))
         write_whole(partial / 'generation_config.json', as_json(generation))

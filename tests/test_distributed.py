@@ -4,7 +4,9 @@ from pathlib import Path
 
 import psutil, pytest, safetensors.torch, torch
 
+from annotated_transformer.distributed import World
 from annotated_transformer.toy_languages import toy_ende
+from annotated_transformer.transformer import Transformer, TransformerConfig
 
 SETTINGS = ('--corpus tsv --held-out 20 --d-model 32 --d-ff 64 --n-layers 1 --n-heads 2 --vocab-size 300 '
             '--max-tokens 512 --warmup 20 --peak-rate 3e-3 --log-every 1 --save-every 25 --max-steps 50').split()
@@ -57,6 +59,14 @@ def test_two_processes_learn_what_one_does(alone, together):
         if not name.endswith('key.bias'): torch.testing.assert_close(weights(out)[name], w, rtol=0, atol=1e-3)
     assert ([row['tokens'] for row in rows(out) if 'tokens' in row]
             == [row['tokens'] for row in rows(alone) if 'tokens' in row])
+
+def test_no_step_sends_the_tables_of_positions():
+    torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = Transformer(TransformerConfig(20, n_layers=1, d_model=8, d_ff=8, n_heads=2))
+        assert torch.nn.parallel.DistributedDataParallel(model).will_sync_module_buffers()     # as torch would have it
+        assert not World(0, 2).wrap(model).will_sync_module_buffers()
+    finally: torch.distributed.destroy_process_group()
 
 def test_one_process_speaks(together):
     out, done = together

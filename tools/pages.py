@@ -88,7 +88,8 @@ def run(args):
     os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
     failed = []
     for path in pages(args.names):
-        executor = ExecutePreprocessor(timeout=args.timeout, extra_arguments=['--log-level=ERROR'])
+        executor = ExecutePreprocessor(timeout=args.timeout, coalesce_streams=True,
+                                       extra_arguments=['--log-level=ERROR'])
         nb, start = nbformat.read(path, as_version=4), time.time()
         try: executor.preprocess(nb, {'metadata': {'path': str(path.parent)}})
         except CellExecutionError as e:
