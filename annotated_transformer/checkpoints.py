@@ -345,7 +345,7 @@ def origin(folder: Path) -> dict:
         if not path.is_file(): continue
         told = read_json(path)
         return (dict(run=told) if path.name == 'run.json'
-                else {key: told[key] for key in ('run', 'versions') if key in told})
+                else {key: told[key] for key in ('run', 'versions', 'decoding') if key in told})
     return {}
 
 # %% ../nbs/17_checkpoints.ipynb #75-dd3cd8

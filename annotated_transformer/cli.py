@@ -89,11 +89,14 @@ class Evaluate:
             if path.is_dir() or not path.parent.is_dir(): raise ValueError(f'{path}: no file can be written there')
         if self.plot and self.plot.suffix not in PICTURES:
             raise ValueError(f'{self.plot} names no kind of picture: end it in {", ".join(PICTURES)}')
+        if 0 < self.samples < 40: raise ValueError(f'--samples {self.samples}: 0, or at least 40')
+        for path in filter(None, (self.against, self.tokenized_references)): # before there is anything to lose
+            if not path.is_file(): raise FileNotFoundError(f'{path} is no file')
         name, translations, references, figures, groups = self.given() if self.translations else self.translated()
+        if self.output: write_whole(self.output, ''.join(line + '\n' for line in translations))
         against, older = (path and same_lines(path, references) for path in (self.against, self.tokenized_references))
         found = report(translations, references, self.corpus.langs[1], self.samples, against, older) | figures
         if groups: found['by_phenomenon'] = brief(groups)
-        if self.output: write_whole(self.output, ''.join(line + '\n' for line in translations))
         if self.plot: draw(self.plot, name, found)
         print(json.dumps(found) if self.json else in_words(name, found))
 
@@ -183,17 +186,22 @@ class Average:
         if self.n < 1: raise ValueError(f'--n {self.n}: average one checkpoint at least')
         if self.monitor and not self.best: raise ValueError('--monitor says what is best: give --best as well')
         found, kind = checkpoints(self.run), 'best' if self.best else 'last'
-        if self.best:
-            figure = self.monitor or 'val_loss'
-            wanted = [checkpoint_name(Progress(step))
-                      for step in best_steps(read_log(self.run / 'log.jsonl'), figure, self.n)]
-            if not wanted: raise ValueError(f'{self.run} has no {figure} in its log, so no best by it')
-            found = [folder for folder in found if folder.name in wanted]
+        rows, figure = read_log(self.run / 'log.jsonl'), self.monitor or 'val_loss'
+        steps = best_steps(rows, figure, self.n) if self.best else self.last_steps(rows)
+        if not steps: raise ValueError(f'{self.run} has no {figure} in its log, so no {kind} by it')
+        wanted = [checkpoint_name(Progress(step)) for step in steps]
+        found = [folder for folder in found if folder.name in wanted]
         if len(found) < self.n:
             raise ValueError(f'{self.run} keeps {len(found)} of its {self.n} {kind} checkpoints: '
                              'average fewer with --n, or train with a larger --average or --keep-best')
         out = average_checkpoints(found[-self.n:], self.out or self.run / f'averaged-{kind}-{self.n}')
         print(f'{out}: the mean of {", ".join(folder.name for folder in found[-self.n:])}')
+
+    def last_steps(self, rows: list[dict]) -> list[int]:
+        "The last steps that were validated as the settings say; a run keeps others too, the best one for instance."
+        every = read_json(self.run / 'run.json').get('training', {}).get('save_every', 1)
+        return [row['step'] for row in rows
+                if 'val_loss' in row and (row['step'] % every == 0 or row['step'] == rows[-1]['step'])][-self.n:]
 
 # %% ../nbs/42_command_line.ipynb #09-c4144b
 @dataclass(frozen=True)
@@ -370,4 +378,9 @@ def main(args: list[str] | None = None) -> None:
         raise SystemExit(128 + getattr(e, 'signal', signal.SIGINT)) from None
     except (ValueError, OSError, FloatingPointError, ImportError) as e:
         print(f'annotated-transformer: {e}', file=sys.stderr)
+        raise SystemExit(2) from None
+    except (MemoryError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and 'memory' not in str(e): raise
+        print('annotated-transformer: there is not enough memory: choose smaller batches (--max-tokens), '
+              'a smaller beam or a smaller model', file=sys.stderr)
         raise SystemExit(2) from None

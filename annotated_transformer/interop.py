@@ -567,7 +567,8 @@ class CTranslate2Model:
         if isinstance(text, str): return self.translate([text], **options)[0]
         room, tokenizer = self.max_len - 1, self.tokenizer
         rows = [tokenizer.tokens(row[:room]) for row in tokenizer.encode_batch(text, tokenizer.langs[0])]
-        options = dict(beam_size=4, max_decoding_length=room) | options
+        options = dict(beam_size=4, max_decoding_length=room, max_input_length=0, # it would cut at 1,024
+                       max_batch_size=4096, batch_type='tokens') | options
         found = iter(self.translator.translate_batch([row for row in rows if row], **options))
         def said(tokens): return tokenizer.join([UNKNOWN if token == SPECIALS[UNK] else token for token in tokens])
         return [said(next(found).hypotheses[0]) if row else '' for row in rows]

@@ -23,7 +23,7 @@ from .large_corpora import open_pairs, tokenizer_for
 from .recurrent import RecurrentConfig
 from .scoring import Scores, score, score_groups
 from .toy_languages import toy_ende
-from .checkpoints import build, fill, load_model, save_model
+from .checkpoints import build, fill, load_model, read_json, save_model
 from .distributed import World
 from .training import TrainConfig, Trainer
 from .transformer import TransformerConfig
@@ -150,7 +150,7 @@ def claim(
 ) -> None:
     """Make `out` the folder of this run.
 
-    Raises ValueError when it belongs to another one, saying what differs. Limits may differ.
+    Raises ValueError when it belongs to another one, saying what differs (limits may), or has lost its checkpoints.
     """
     held = out / 'run.json'
     if not held.is_file() and out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -159,6 +159,9 @@ def claim(
         found = differences(course(held_settings(held)), course(settings(config)))
         if found: raise ValueError(f'{out} holds a run with other settings ({"; ".join(found)}): '
                                    'choose another --out, or --overwrite to start anew')
+        if (out / 'training.json').is_file() and not any(out.glob('checkpoints/step-*')):
+            raise ValueError(f'{out} holds a finished run without its checkpoints, so it cannot go on: '
+                             'choose another --out and --start-from this one, or --overwrite to start anew')
     for path in (out / name for name in MADE if overwrite):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
@@ -207,12 +210,17 @@ def versions() -> dict[str, str]:
 def open_run(config: RunConfig, out: Path, overwrite: bool = False, world: World = World()) -> tuple[Corpus, Tokenizer]:
     """The corpus and the vocabulary of a run, whose folder is claimed for it.
 
-    Raises ValueError if it belongs to another.
+    Raises ValueError if it belongs to another, or holds the model that this one starts from.
     """
+    start, own = config.start_from and Path(config.start_from).resolve(), out.resolve()
+    if start and (start == own or own / 'checkpoints' in start.parents):
+        raise ValueError(f'the run would write over {config.start_from}, which it starts from: choose another --out')
     corpus = load_corpus(config.corpus)
     if world.leader:
         overwrite = overwrite and not world.restarted
-        tokenizer = run_tokenizer(out, config, corpus, overwrite) # before the folder: what cannot be leaves none
+        tokenizer = run_tokenizer(out, config, corpus, overwrite)
+        if overwrite or not (out / 'run.json').is_file(): # before the folder: what cannot be leaves all as it was
+            corpus['val'], new_model(config, tokenizer)
         claim(out, config, overwrite)
         tokenizer.save(out / 'tokenizer.json')
     world.wait()
@@ -263,12 +271,14 @@ def train_translator(
     out, c = Path(out), config.training
     corpus, tokenizer = open_run(config, out, overwrite, world)
     if finished(out, config): return Translator.load(out)
+    start = read_json(config.start_from / 'training.json') if config.start_from else {}
+    kept = {name: value for name, value in start.items() if name == 'decoding'} # how that model is searched
     def save(model, folder):
         save_model(model, folder)
         tokenizer.save(Path(folder) / 'tokenizer.json')
     def bleu(model):
         some = corpus['val'][:config.val_sentences]
-        return dict(val_bleu=evaluate(Translator(model, tokenizer), some, beam_size=1)[0].bleu) if some else {}
+        return dict(val_bleu=evaluate(Translator(model, tokenizer, kept), some, beam_size=1)[0].bleu) if some else {}
     batches = BatchLoader(training_ids(config, corpus, tokenizer, progress_bar and world.leader), c.max_tokens, c.seed,
                           rank=world.rank, world_size=world.size, multiple=16 if c.compile else 1) # page 19
     val_ids = encode_pairs(corpus['val'], tokenizer, corpus.langs, config.model.max_len)
@@ -276,11 +286,11 @@ def train_translator(
     trainer = Trainer(model, batches, list(BatchLoader(val_ids, c.max_tokens, shuffle=False).epoch(0)),
                       c, out, bleu, save, progress_bar, watch, world)
     if world.leader: trainer.reporter.once({f'dropped_{reason}': n for reason, n in corpus.dropped.items()} | told)
-    translator = Translator(trainer.fit(), tokenizer)
+    translator = Translator(trainer.fit(), tokenizer, kept)
     if world.leader:
         scores = evaluate(translator, corpus['val'])[0]
-        translator.training = dict(run=settings(config), progress=asdict(trainer.at),
-                                   val=asdict(scores), versions=versions())
+        translator.training = kept | dict(run=settings(config), progress=asdict(trainer.at),
+                                          val=asdict(scores), versions=versions())
         translator.save(out)
     world.wait()
     return translator

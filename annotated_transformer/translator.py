@@ -75,13 +75,13 @@ class Account:
     what: str = 'sentences' # what they are to the reader
 
     def text(self, what) -> str:
-        """A string as it is, bytes as UTF-8;
+        """A string, bytes as UTF-8, both without the end of a line;
         for anything else nothing or, if strict, ValueError with the number of the line."""
         self.read += 1
         try:
-            if isinstance(what, str): return what
+            if isinstance(what, str): return what.rstrip('\r\n')
             if isinstance(what, bytes): # some editors put a mark before UTF-8
-                return what.removeprefix(b'\xef\xbb\xbf' if self.read == 1 else b'').decode('utf-8')
+                return what.removeprefix(b'\xef\xbb\xbf' if self.read == 1 else b'').decode('utf-8').rstrip('\r\n')
             problem = f'{type(what).__name__} is no text'
         except UnicodeDecodeError as error: problem = f'not UTF-8 ({error.reason} at byte {error.start})'
         if self.strict: raise ValueError(f'line {self.read}: {problem}')

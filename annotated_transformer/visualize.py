@@ -395,7 +395,14 @@ def _vega(version): # of Vega-Lite, as vl-convert writes it
     return vl_convert.javascript_bundle(vl_version=version)
 
 def _write_whole(path, text):
-    "Write a file whole, or leave what was there. Raises OSError: FileNotFoundError without the folder, for instance."
+    """Write a file whole, or leave what was there; into a device or a pipe. The file's own path.
+
+    Raises OSError: FileNotFoundError without the folder, for instance.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir(): # before links are followed: a pipe's leads nowhere
+        path.write_text(text, encoding='utf-8', errors='replace')
+        return path
+    path = Path(os.path.realpath(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(f'{path.name} cannot be saved: there is no folder {path.parent}')
     if path.is_dir(): raise IsADirectoryError(f'{path} is a folder: give the name of a file in it')
@@ -407,6 +414,7 @@ def _write_whole(path, text):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally: temporary.unlink(missing_ok=True)
+    return path
 
 # %% ../nbs/30_attention_maps.ipynb #45-1abeeb
 class Explorer:
@@ -432,9 +440,7 @@ class Explorer:
 
     def save(self, path: str | Path) -> Path:
         "Write the page whole, or leave what was there. Raises FileNotFoundError without the folder, OSError."
-        path = Path(os.path.realpath(path))
-        _write_whole(path, self.html())
-        return path
+        return _write_whole(Path(path), self.html())
 
     def _repr_html_(self):
         page = self.html().replace('&', '&amp;').replace('"', '&quot;')

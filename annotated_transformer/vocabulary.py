@@ -111,7 +111,11 @@ def spacy_splitter(
     except (ImportError, ValueError) as error:
         raise ValueError(f"spaCy has no tokenizer for {lang!r} here: use byte-pair encoding, or 'xx', "
                          'which cuts any language') from error
-    return lambda text: [(token.text, bool(token.whitespace_)) for token in tokenizer(text)]
+    def split(text):
+        nonlocal tokenizer
+        if len(tokenizer.vocab) > 100_000: tokenizer = spacy.blank(lang).tokenizer # spaCy forgets no word by itself
+        return [(token.text, bool(token.whitespace_)) for token in tokenizer(text)]
+    return split
 
 # %% ../nbs/12_vocabulary.ipynb #22-3c1e4d
 JOINER = '￭'
@@ -144,11 +148,12 @@ def whole_file(
 
     A device or a pipe is written to as it is. Raises OSError, before anything is written for a folder.
     """
-    path = Path(os.path.realpath(path))
-    if path.is_dir(): raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if path.exists() and not path.is_file():
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir(): # before links are followed: a pipe's leads nowhere
         with open(path, mode.replace('x', 'w'), **options) as file: yield file
         return
+    path = Path(os.path.realpath(path))
+    if path.is_dir(): raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f'.{secrets.token_hex(8)}.tmp')
     try:
         with open(temporary, mode, **options) as file:
