@@ -89,7 +89,7 @@ class Evaluate:
             if path.is_dir() or not path.parent.is_dir(): raise ValueError(f'{path}: no file can be written there')
         if self.plot and self.plot.suffix not in PICTURES:
             raise ValueError(f'{self.plot} names no kind of picture: end it in {", ".join(PICTURES)}')
-        if 0 < self.samples < 40: raise ValueError(f'--samples {self.samples}: 0, or at least 40')
+        if 0 < self.samples < 40: raise ValueError(f'samples={self.samples} are too few: take 1000, or 0')
         for path in filter(None, (self.against, self.tokenized_references)): # before there is anything to lose
             if not path.is_file(): raise FileNotFoundError(f'{path} is no file')
         name, translations, references, figures, groups = self.given() if self.translations else self.translated()
