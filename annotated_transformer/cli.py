@@ -91,7 +91,7 @@ class Evaluate:
             raise ValueError(f'{self.plot} names no kind of picture: end it in {", ".join(PICTURES)}')
         if 0 < self.samples < 40: raise ValueError(f'samples={self.samples} are too few: take 1000, or 0')
         for path in filter(None, (self.against, self.tokenized_references)): # before there is anything to lose
-            if not path.is_file(): raise FileNotFoundError(f'{path} is no file')
+            if not path.exists(): raise FileNotFoundError(f'{path} is not there')
         name, translations, references, figures, groups = self.given() if self.translations else self.translated()
         if self.output: write_whole(self.output, ''.join(line + '\n' for line in translations))
         against, older = (path and same_lines(path, references) for path in (self.against, self.tokenized_references))

@@ -271,7 +271,7 @@ def train_translator(
     out, c = Path(out), config.training
     corpus, tokenizer = open_run(config, out, overwrite, world)
     if finished(out, config): return Translator.load(out)
-    start = read_json(config.start_from / 'training.json') if config.start_from else {}
+    start = read_json(Path(config.start_from) / 'training.json') if config.start_from else {}
     kept = {name: value for name, value in start.items() if name == 'decoding'} # how that model is searched
     def save(model, folder):
         save_model(model, folder)
