@@ -57,6 +57,9 @@ class RunConfig:
                              'choose one')
         if self.bpe_dropout and self.tokenizer != 'bpe':
             raise ValueError(f'bpe_dropout leaves out merges, and tokenizer={self.tokenizer!r} has none')
+        if self.bpe_dropout and self.training.max_tokens < self.model.max_len:
+            raise ValueError(f'bpe_dropout can cut a sentence into max_len={self.model.max_len} pieces, and batches of '
+                             f'max_tokens={self.training.max_tokens} have no room for it: make max_len smaller')
         if self.freeze_vectors and not self.vectors:
             raise ValueError('freeze_vectors needs vectors, a file of word vectors')
         if self.val_sentences < 0: raise ValueError(f'val_sentences={self.val_sentences} must be at least 0')

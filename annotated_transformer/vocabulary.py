@@ -20,6 +20,7 @@ import random
 import re
 import secrets
 import unicodedata
+import warnings
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -416,7 +417,7 @@ def dropout_pairs(
 ) -> Callable[[int], list[tuple[list[int], list[int]]]]: # from an epoch to its (source ids, target ids)
     """Training pairs that are cut into pieces anew in every epoch, by `BytePairDropout`: a function of seed and epoch.
 
-    Raises ValueError as it does, and for a `max_len` below 2.
+    Raises ValueError as it does, and for a `max_len` below 2; warns as soon as a pair is cut off.
     """
     if max_len is not None and max_len < 2: raise ValueError(f'max_len={max_len} leaves no room beside EOS or BOS')
     dropper, room = BytePairDropout(tokenizer, dropout), None if max_len is None else max_len - 1
@@ -424,8 +425,12 @@ def dropout_pairs(
 
     def epoch_pairs(epoch):
         draw = random.Random(f'{seed} {epoch}').random
-        src, tgt = ([dropper.cut(words, draw)[:room] for words in side] for side in sides)
-        return list(zip(src, tgt))
+        src, tgt = ([dropper.cut(words, draw) for words in side] for side in sides)
+        if room is None: return list(zip(src, tgt))
+        if any(len(ids) > room for side in (src, tgt) for ids in side):
+            warnings.warn(f'some sentence pairs, cut at random, are longer than {max_len} positions: '
+                          'they are cut off', stacklevel=2)
+        return [(s[:room], t[:room]) for s, t in zip(src, tgt)]
     return epoch_pairs
 
 # %% ../nbs/12_vocabulary.ipynb #spm-03

@@ -122,6 +122,7 @@ def test_a_start_that_does_not_fit_is_told(table, tmp_path):
     (dict(bpe_dropout=1.0), 'bpe_dropout=1.0 must be at least 0 and below 1'),
     (dict(bpe_dropout=0.1, on_disk=True), 'choose one'),
     (dict(bpe_dropout=0.1, tokenizer='words'), "tokenizer='words' has none"),
+    (dict(bpe_dropout=0.1, max_tokens=20), 'max_tokens=20 have no room for it'),
     (dict(freeze_vectors=True), 'needs vectors'), (dict(monitor='val_bleu'), 'set val_sentences'),
     (dict(val_sentences=-1), 'val_sentences=-1 must be at least 0')], ids=str)
 def test_settings_that_do_not_go_together(table, changes, said):
