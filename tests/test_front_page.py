@@ -50,6 +50,17 @@ def test_every_score_is_that_of_its_record():
         assert record(name)['command'] in made[1] and made[-1] == record(name)['date']
 
 
+def test_the_headline_is_of_the_runs_that_val_chose():
+    found = re.findall(r'\*\*([\d.]+) ± [\d.]+\*\*.*?`(multi30k-[\w-]+)`', README)
+    kinds = {'bleu': 'multi30k-en-de', 'lowercased_tokenized_bleu': 'multi30k-tok-en-de'}
+    for (shown, name), (score, runs) in zip(found, kinds.items(), strict=True):
+        val = {path.stem: record(path.stem)['scores']['val'][score]
+               for path in (ROOT/'benchmarks'/'results').glob(f'{runs}*.json')}
+        assert name == max(val, key=val.get)
+        scores = record(name)['scores']
+        assert shown == f"{scores.get('test_2016_flickr', scores.get('test'))[score]:.2f}"
+
+
 def test_every_speed_is_that_of_its_record():
     for size, found in record('train-speed')['metrics'].items():
         (cells,) = rows(size)
