@@ -118,7 +118,8 @@ def main():
     command = ['python', 'benchmarks/recipe.py', '--data-dir', 'DIR', '--epochs', str(args.epochs),
                f'--flags={args.flags}', *only]
     record |= about() | dict(name='recipe', seed=1, command=shlex.join(command), metrics=dict(
-        mean=statistics.mean(seeds), spread=statistics.stdev(seeds), variants=rows))
+        mean=statistics.mean(seeds), spread=statistics.stdev(seeds), variants=rows),
+        left_out=[name for name in VARIANTS if name not in rows])
     write_whole(args.out, json.dumps(record, indent=2) + '\n')
     print(f'the recipe, three seeds: {statistics.mean(seeds):.2f} ± {statistics.stdev(seeds):.2f}')
     for name, bleu in (record['averages'] | record['searches']).items(): print(f'{name:<28} val BLEU {bleu:.2f}')

@@ -5,7 +5,7 @@
     python benchmarks/shipped_model.py --out /tmp/again # the same elsewhere, to compare
 
 The record is the folder's own training.json, and results/shipped-model.log.jsonl beside it:
-the losses that the same command gives again.
+the losses that the same command gives again, but for what a change of the code since has rounded otherwise.
 """
 import argparse, json, tempfile
 from dataclasses import asdict
