@@ -6,6 +6,7 @@ __all__ = ['SHORT', 'padding_mask', 'causal_mask', 'attention', 'fast_attention'
 
 # %% ../nbs/01_attention.ipynb #03-ca1541
 import math
+import threading
 from contextlib import contextmanager
 
 import torch
@@ -160,23 +161,31 @@ class MultiHeadAttention(nn.Module):
             if self.positions is not None:
                 query, key, bias = self.positions(query, key, 0 if cache is None else len(cache))
             if cache is not None: key, value = cache.append(key, value)
-        if self._seen is None: heads = fast_attention(query, key, value, mask, bias)
+        seen = self._seen                                                  # another thread may end its watch meanwhile
+        if seen is None: heads = fast_attention(query, key, value, mask, bias)
         else:
             heads, weights = attention(query, key, value, mask, bias)
-            self._seen(weights)
+            seen(weights)
         return self.output(join_heads(heads))
 
 # %% ../nbs/01_attention.ipynb #88-d9d496
+_watch = threading.RLock() # held by the thread that watches
+
 @contextmanager
 def record_attention(
     model: nn.Module, # anything that holds `MultiHeadAttention` modules
     graph: bool = False, # keep what gradients need, to ask how much each weight mattered; else bare numbers
 ): # yields {module's name: [weights (b, h, m, n), one per call]}, filled while the block runs
-    "Let every head show where it looks, for the length of a `with`."
+    "Let every head show where it looks, for the length of a `with`, to its thread alone; other threads wait to watch."
     heads = {name: m for name, m in model.named_modules() if isinstance(m, MultiHeadAttention)}
-    before, seen = {m: m._seen for m in heads.values()}, {name: [] for name in heads}
-    def keeper(calls): return lambda weights: calls.append(weights if graph else weights.detach())
-    for name, m in heads.items(): m._seen = keeper(seen[name])
-    try: yield seen
-    finally:
-        for m in heads.values(): m._seen = before[m]
+    seen, mine = {name: [] for name in heads}, threading.get_ident()
+    def keeper(calls):
+        def keep(weights):
+            if threading.get_ident() == mine: calls.append(weights if graph else weights.detach())
+        return keep
+    with _watch:
+        before = {m: m._seen for m in heads.values()}
+        for name, m in heads.items(): m._seen = keeper(seen[name])
+        try: yield seen
+        finally:
+            for m in heads.values(): m._seen = before[m]

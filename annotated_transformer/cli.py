@@ -215,9 +215,12 @@ class Translate:
     prefix: str = ''                # how every translation begins
     on_error: Literal['warn', 'raise'] = 'warn' # a line not UTF-8: left empty and told at the end, or translating stops
     max_tokens: int = 4096          # padded source tokens times beam size decoded at once: how much memory is used
+    read_ahead: int | None = None   # lines translated together: 2048 of --input, 256 of a pipe; 1 answers each
 
     def __call__(self) -> None:
         if self.text and self.input: raise ValueError('give sentences or --input, not both')
+        if self.read_ahead is not None and self.read_ahead < 1:
+            raise ValueError(f'--read-ahead {self.read_ahead} must be positive')
         source, total, ahead = list(self.text), None, 2048
         if self.input:
             source = raw_lines(self.input)
@@ -230,7 +233,7 @@ class Translate:
               else contextlib.nullcontext()) as out:
             found = translator.translate_n_best(
                 source, max_tokens=self.max_tokens, progress_bar=bool(out), on_error=self.on_error,
-                prefix=self.prefix or None, read_ahead=ahead, total=total, **asdict(self.decoding))
+                prefix=self.prefix or None, read_ahead=self.read_ahead or ahead, total=total, **asdict(self.decoding))
             for number, ways in enumerate(found, 1):
                 lines = ([way.text for way in ways] if self.decoding.n_best == 1
                          else [f'{number}\t{way.score:.4f}\t{way.text}' for way in ways])
@@ -370,8 +373,10 @@ def said(box: str) -> str:
 # %% ../nbs/42_command_line.ipynb #21-90deaf
 def main(args: list[str] | None = None) -> None:
     "`annotated-transformer …`: what goes wrong is told in one line, with exit code 2."
-    warnings.showwarning = lambda message, *_: print(f'annotated-transformer: {message}', file=sys.stderr)
-    try: parse(sys.argv[1:] if args is None else args)()
+    try:
+        with warnings.catch_warnings(): # whoever calls this from Python keeps warnings of their own
+            warnings.showwarning = lambda message, *_: print(f'annotated-transformer: {message}', file=sys.stderr)
+            parse(sys.argv[1:] if args is None else args)()
     except BrokenPipeError: sys.stderr.close() # whoever read our lines has left
     except KeyboardInterrupt as e:
         print(f'\nannotated-transformer: interrupted; {e}'.rstrip('; '), file=sys.stderr)

@@ -688,21 +688,27 @@ def load_corpus(
         opened.splits = opened.splits | {
             'train': lambda: cleaned(train(), opened.name, opened.dropped, **corpus.cleaning)}
     if corpus.extra_src:
+        def held_out(): return [pair for split in ('val', 'test') if split in opened.splits for pair in opened[split]]
         opened.splits = opened.splits | {
-            'train': partial(with_extra, opened.splits['train'], corpus, opened.dropped)}
+            'train': partial(with_extra, opened.splits['train'], corpus, opened.dropped, held_out)}
     return opened
 
 def with_extra(
     own: Callable[[], Pairs], # makes the corpus' own training pairs
     config: CorpusConfig,
     dropped: dict[str, int],  # is told what of the further ones was left out, besides
+    held_out: Callable[[], Pairs] = list, # makes the pairs that scores are taken on
 ) -> Pairs:
     """A corpus' own training pairs, then those of `extra_src` and `extra_tgt`, cleaned alike.
 
-    Raises ValueError if these two do not match.
+    Raises ValueError if these two do not match; warns if they bring in sentences that are held out.
     """
-    files, blank, left = (config.extra_src, config.extra_tgt), {}, {}
+    files, blank, left, mine = (config.extra_src, config.extra_tgt), {}, {}, own()
     extra = cleaned(zip_lines(*map(read_lines, files), files), files[0], blank)
-    pairs = list(clean(own() + extra, left, **config.cleaning))
+    secret = [{pair[side] for pair in held_out()} - {pair[side] for pair in mine} for side in (0, 1)]
+    if seen := sum(src in secret[0] or tgt in secret[1] for src, tgt in extra):
+        warnings.warn(f'{seen} of {len(extra)} pairs in {files[0]} and {files[1]} hold a sentence of val or test: '
+                      'scores on these would be too high')
+    pairs = list(clean(mine + extra, left, **config.cleaning))
     for reason in REASONS: dropped[reason] = dropped.get(reason, 0) + blank[reason] + left[reason]
     return pairs

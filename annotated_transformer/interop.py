@@ -83,30 +83,33 @@ def to_torch_transformer(
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**layer), c.n_layers, last(), enable_nested_tensor=False)
     decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(**layer), c.n_layers, last())
     module = nn.Transformer(c.d_model, c.n_heads, custom_encoder=encoder, custom_decoder=decoder, batch_first=True)
+    module = module.to(model.output.weight)                                 # where it is, as precise as it is
     for ours, theirs in ((model.encoder, encoder), (model.decoder, decoder)):
         for parts, one in torch_stack(ours, theirs): one.copy_(torch.cat(parts))
-    return module.to(model.output.weight.device).train(model.training)
+    return module.train(model.training)
 
 # %% ../nbs/40_other_implementations.ipynb #x-from-torch
 def torch_settings(module: nn.Transformer) -> dict: # fields of `TransformerConfig`
     "The sizes of torch's Transformer. ValueError for what ours has not."
-    stacks = module.encoder, module.decoder
+    stacks, z = (module.encoder, module.decoder), torch.linspace(-3, 3, 25)
+    def name_of(activation): return next((n for n, f in ACTIVATIONS.items() if torch.equal(f(z), activation(z))), None)
     sizes = [dict(n_layers=len(stack.layers), d_model=layer.linear1.in_features, d_ff=layer.linear1.out_features,
                   n_heads=layer.self_attn.num_heads, dropout=layer.dropout.p,
-                  norm='pre' if layer.norm_first else 'post')
+                  norm='pre' if layer.norm_first else 'post', activation=name_of(layer.activation))
              for stack in stacks for layer in stack.layers]
-    if any(size != sizes[0] for size in sizes):
+    if any(size != sizes[0] for size in sizes): # torch's own decoder takes ReLU for an activation that is a module
         raise ValueError('the layers of encoder and decoder differ: ours are all alike')
     pre, layer = sizes[0]['norm'] == 'pre', module.encoder.layers[0]
     if any((stack.norm is not None) != pre for stack in stacks):
         which = 'pre-norm Transformer without a norm' if pre else 'post-norm Transformer with one more norm'
         raise ValueError(f'a {which} at the end of its stacks has no counterpart here')
-    if layer.linear1.bias is None: raise ValueError('bias=False: our linear maps have biases')
-    if layer.norm1.eps != 1e-5: raise ValueError(f'layer_norm_eps={layer.norm1.eps}: ours is 1e-05')
-    z = torch.linspace(-3, 3, 25)
-    names = [name for name, f in ACTIVATIONS.items() if torch.equal(f(z), layer.activation(z))]
-    if not names: raise ValueError(f'activation {layer.activation} is unknown: ours are {", ".join(ACTIVATIONS)}')
-    return sizes[0] | dict(activation=names[0])
+    if any(m.bias is None for m in module.modules() if isinstance(m, (nn.Linear, nn.LayerNorm))):
+        raise ValueError('bias=False: our linear maps have biases')
+    if eps := {m.eps for m in module.modules() if isinstance(m, nn.LayerNorm)} - {1e-5}:
+        raise ValueError(f'layer_norm_eps={min(eps)}: ours is 1e-05')
+    if sizes[0]['activation'] is None:
+        raise ValueError(f'activation {layer.activation} is unknown: ours are {", ".join(ACTIVATIONS)}')
+    return sizes[0]
 
 @torch.no_grad()
 def from_torch_transformer(
@@ -116,6 +119,7 @@ def from_torch_transformer(
 ) -> Transformer: # in the module's mode; embeddings and output layer are new
     "Our model with the weights of torch's Transformer in its stacks. ValueError for what ours has not."
     model = Transformer(TransformerConfig(vocab_size, **torch_settings(module), **ends))
+    model = model.to(module.encoder.layers[0].linear1.weight)
     for ours, theirs in ((model.encoder, module.encoder), (model.decoder, module.decoder)):
         for parts, one in torch_stack(ours, theirs):
             for part, own in zip(parts, one.chunk(len(parts))): part.copy_(own)

@@ -50,7 +50,7 @@ def check_corpus(translations: Sequence[str], references: Sequence[str]) -> None
     if len(translations) != len(references):
         raise ValueError(f'{len(translations)} translations cannot be scored '
                          f'against {len(references)} references')
-    if not references: raise ValueError('there is nothing to score: no translations')
+    if not len(references): raise ValueError('there is nothing to score: no translations')
 
 # %% ../nbs/22_scoring.ipynb #44-62421f
 def lowercased_tokenized(
@@ -178,6 +178,7 @@ def score_by_length(
     edges: Sequence[int] = (5, 10, 15, 20, 30, 50),
 ) -> dict[str, Scores]: # from short to long
     "Scores of the sentences of each length, in words of the reference. ValueError unless counts agree."
+    check_corpus(translations, references)
     scores = score_groups(translations, references, length_groups(references, edges))
     return dict(sorted(scores.items(), key=lambda item: int(re.match(r'\d+', item[0])[0])))
 
@@ -215,8 +216,8 @@ def report(
     if against is not None:
         found |= dict(against_bleu=score(against, references).bleu)
         if samples: found |= dict(p_value=compare(translations, against, references, samples).p_value)
-    older, how = lowercased_tokenized_bleu(translations, tokenized_references or references, lang,
-                                           bool(tokenized_references))
+    cut = tokenized_references is not None
+    older, how = lowercased_tokenized_bleu(translations, tokenized_references if cut else references, lang, cut)
     by_length = score_by_length(translations, references)
     return found | dict(lowercased_tokenized_bleu=older, lowercased_tokenized_signature=how, by_length=brief(by_length))
 

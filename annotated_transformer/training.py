@@ -77,14 +77,14 @@ class TrainConfig:
         for name in 'max_tokens warmup max_steps log_every save_every average accumulate'.split():
             if getattr(self, name) < 1: raise ValueError(f'{name}={getattr(self, name)} must be a positive number')
         for name in 'peak_rate max_epochs max_minutes patience'.split():
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
+            if getattr(self, name) is not None and not getattr(self, name) > 0: # nor NaN
                 raise ValueError(f'{name}={getattr(self, name)} must be positive, or left out')
         for name in 'r_drop r_drop_from keep_best'.split():
-            if getattr(self, name) < 0: raise ValueError(f'{name}={getattr(self, name)} must be at least 0')
+            if not getattr(self, name) >= 0: raise ValueError(f'{name}={getattr(self, name)} must be at least 0')
         for name in 'label_smoothing ema'.split():
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f'{name}={getattr(self, name)} must be at least 0 and below 1')
-        if self.clip_norm <= 0: raise ValueError(f'clip_norm={self.clip_norm} must be positive')
+        if not self.clip_norm > 0: raise ValueError(f'clip_norm={self.clip_norm} must be positive')
         for name, known in (('monitor', ('val_loss', 'val_bleu')), ('precision', ('float32', 'bfloat16'))):
             if getattr(self, name) not in known:
                 raise ValueError(f'{name}={getattr(self, name)!r} is unknown: choose {" or ".join(known)}')

@@ -22,8 +22,8 @@ from .attention import record_attention
 from .batches import pad_rows
 from .decoding import DecodingConfig, beam_search, sample, score_translations
 from .checkpoints import load_model, read_json, save_model
-from .scoring import perplexity
-from .vocabulary import BOS, EOS, Tokenizer, load_tokenizer, write_whole
+from .scoring import check_corpus, perplexity
+from .vocabulary import BOS, EOS, UNK, Tokenizer, load_tokenizer, write_whole
 
 # %% ../nbs/23_translator.ipynb #08-ef4731
 def best_device() -> str:
@@ -79,9 +79,9 @@ class Account:
         for anything else nothing or, if strict, ValueError with the number of the line."""
         self.read += 1
         try:
-            if isinstance(what, str): return what.rstrip('\r\n')
-            if isinstance(what, bytes): # some editors put a mark before UTF-8
-                return what.removeprefix(b'\xef\xbb\xbf' if self.read == 1 else b'').decode('utf-8').rstrip('\r\n')
+            if isinstance(what, bytes): what = what.decode('utf-8')
+            if isinstance(what, str): # some editors put a mark before UTF-8
+                return what.removeprefix('\ufeff' if self.read == 1 else '').rstrip('\r\n')
             problem = f'{type(what).__name__} is no text'
         except UnicodeDecodeError as error: problem = f'not UTF-8 ({error.reason} at byte {error.start})'
         if self.strict: raise ValueError(f'line {self.read}: {problem}')
@@ -313,10 +313,15 @@ class Translator(SharedFolder):
         for group in by_length(rows, max_tokens // config.beam_size):
             src, start = pad_rows([rows[i] for i in group]).to(self.device), [forced[i] for i in group]
             for i, ways in zip(group, beam_search(self.model, src, config, start if any(start) else None)):
-                done[i] = [Translation(self.tokenizer.decode(h.ids, langs[1]), h.score, h.log_prob) for h in ways]
+                done[i] = [Translation(self._text(h.ids, forced[i], prefixes[i]), h.score, h.log_prob) for h in ways]
             bar.update(len(group))
         bar.update(sum(len(row) == 1 for row in rows))
         return done
+
+    def _text(self, ids: list[int], forced: list[int], prefix: str | None) -> str:
+        "A translation as text; what it had to begin with stays as it was given, whatever the vocabulary lacks of it."
+        text, known = (self.tokenizer.decode(row, self.tokenizer.langs[1]) for row in (ids, forced))
+        return prefix.rstrip() + text[len(known):] if UNK in forced and text.startswith(known) else text
 
     def sample(
         self,
@@ -350,7 +355,7 @@ class Translator(SharedFolder):
         ValueError for more texts than translations, or fewer.
         """
         if isinstance(text, str): return self.score([text], [translation], max_tokens)[0]
-        if len(text) != len(translation):
+        if isinstance(translation, str) or len(text) != len(translation):
             raise ValueError(f'{len(text)} texts cannot be scored with {len(translation)} translations')
         notes = Account(self.model.config.max_len - 1, read=len(text), what='translations')
         src, tgt, done = self.encode(text), [
@@ -367,7 +372,11 @@ class Translator(SharedFolder):
     def perplexity(
         self, text: Sequence[str], translation: Sequence[str]
     ) -> float: # per token, of all translations together
-        "Table 3: among how many tokens, on average, the model hesitates when it has to write these translations."
+        """Table 3: among how many tokens, on average, the model hesitates when it has to write these translations.
+
+        ValueError for one string, different numbers of sentences, or none.
+        """
+        check_corpus(translation, text)
         room = self.model.config.max_len - 1
         tokens = sum(min(len(row), room) + 1
                      for row in self.tokenizer.encode_batch(list(translation), self.tokenizer.langs[1]))

@@ -1,6 +1,6 @@
 """The command line as its users meet it: what goes wrong is one line and exit code 2,
 and what was there stays as it was."""
-import gzip, hashlib, json, re, resource, shutil, signal, subprocess, sys, time
+import gzip, hashlib, json, re, resource, shutil, signal, subprocess, sys, time, warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -119,6 +119,21 @@ def test_translates_every_line(trained, capsys, monkeypatch):
     assert len(lines) == 6 and lines[1] == lines[2] == lines[5] == ''
     main(['translate', '--model', str(trained), 'the dog runs .'])
     assert capsys.readouterr().out == lines[0] + '\n'
+
+def test_a_program_that_waits_for_each_answer(trained, fails):
+    run = start(['translate', '--model', trained, '--read-ahead', '1', '--min-len', '1'],
+                out=subprocess.PIPE, stdin=subprocess.PIPE)
+    for line in ('the dog runs .', 'the cat eats .'):
+        run.stdin.write(line + '\n')
+        run.stdin.flush()
+        assert run.stdout.readline().strip()
+    assert run.communicate()[0] == '' and run.returncode == 0
+    assert '--read-ahead 0 must be positive' in fails('translate', '--model', trained, '--read-ahead', '0')
+
+def test_whoever_calls_main_keeps_their_warnings(trained, capsys):
+    before = warnings.showwarning
+    main(['translate', '--model', str(trained), 'the dog runs . ' * 50, '--max-extra', '3'])
+    assert 'annotated-transformer: ' in capsys.readouterr().err and warnings.showwarning is before
 
 def test_too_long_is_cut_and_said(trained):
     run = start(['translate', '--model', trained, 'the dog runs . ' * 50, '--max-extra', '3'], out=subprocess.PIPE)

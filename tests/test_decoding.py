@@ -14,7 +14,7 @@ from annotated_transformer.attention import record_attention
 from annotated_transformer.batches import collate, pad_rows
 from annotated_transformer.decoding import (
     BLOCK, LITTLE, Beams, DecodingConfig, Endings, State, TreeState, beam_search, best_continuations,
-    decoding_state, greedy, length_limits, length_penalty, next_logits, sample,
+    decoding_state, greedy, length_limits, length_penalty, log_probabilities, sample,
     sampling_distribution, score_translations, threads_for, who_stays)
 from annotated_transformer.layers import Decoder
 from annotated_transformer.transformer import Transformer, TransformerConfig
@@ -189,7 +189,7 @@ def test_both_states_remember_what_would_be_computed_anew(kind):
         state, rng = make_state(model, src), torch.Generator().manual_seed(0)
         lines, history, last = list(range(4)), [[[]] for _ in src], torch.full((4, 1), BOS)
         for step in range(7):
-            log_probs = next_logits(state.logits(last)).log_softmax(-1)
+            log_probs = log_probabilities(state.logits(last))
             for line, written, rows in zip(lines, history, log_probs):
                 for ids, p in zip(written, rows):
                     again = next_log_probs(model, alone(src, line), ids)
@@ -475,7 +475,7 @@ def test_a_model_that_remembers_in_its_own_way():
     [[best]], [quick] = beam_search(Bigrams(), sources(2)[:1]), greedy(Bigrams(), sources(2)[:1])
     ids, p = [BOS], 0.
     while ids[-1] != EOS and len(ids) <= 6:
-        log_probs = next_logits(table[ids[-1]].clone()).log_softmax(-1)
+        log_probs = log_probabilities(table[ids[-1]].clone())
         ids.append(int(log_probs.argmax()))
         p += float(log_probs[ids[-1]])
     assert quick.ids == [t for t in ids[1:] if t != EOS] and quick.log_prob == pytest.approx(p) and len(quick.ids) > 2
@@ -628,7 +628,7 @@ def test_a_vocabulary_smaller_than_the_beam(vocab_size, state):
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float32])
 def test_scores_are_at_least_single_precision(dtype, state):
     model, src = make(dtype=dtype), sources()
-    assert next_logits(decoding_state(model, src).logits(torch.full((7, 1), BOS))).dtype == torch.float32
+    assert log_probabilities(decoding_state(model, src).logits(torch.full((7, 1), BOS))).dtype == torch.float32
     assert all(math.isfinite(h.log_prob) for h in greedy(model, src, max_extra=5))
     assert all(math.isfinite(best[0].score) for best in beam_search(model, src, max_extra=5))
 

@@ -117,6 +117,14 @@ def test_without_any_head_only_biases_are_left():
     assert prune_heads(bare, []).config == bare.config
 
 
+def test_heads_that_nobody_reads_are_worth_nothing():
+    "Without cross-attention the encoder's heads have no way into the loss."
+    model, (src, tgt) = model_of(), ids()
+    deaf = prune_heads(model, heads_of(model, 'cross'))
+    worth = gradient_importance(deaf, [Batch(src, tgt)])
+    assert {head.kind for head in worth} == {'encoder', 'decoder'}
+    assert all((x == 0) == (head.kind == 'encoder') for head, x in worth.items())
+
 def test_a_smaller_model_is_a_right_one():
     config = replace(SMALL, d_model=32, d_ff=48, max_len=32, dropout=0.1, n_layers=1)
     kept = dict(zip(config.attentions, ([], [1, 3], [2])))

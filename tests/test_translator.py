@@ -1,4 +1,5 @@
 "A translator in the world: streams of any length, texts with anything in them, a hub that is not there."
+import copy
 import io
 import itertools
 import json
@@ -7,6 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -376,3 +378,25 @@ def test_no_way_to_the_hub_is_one_clear_line(folder, tmp_path, refused):
     assert lines[0].startswith('me/model is no folder here and could not be fetched from the Hugging Face Hub: ')
     assert lines[1].startswith('the Hugging Face Hub did not take me/model: ')
     assert lines[2].startswith('a name/with/too much is no folder here')
+
+def test_maps_are_of_ones_own_thread(translator):
+    "A server that shows attention to one reader while it translates for others."
+    text, others = TEXTS[0], TEXTS[1:6]
+    maps, translations = translator.attention(text), translator.translate(others, **QUICK)
+    with ThreadPoolExecutor(4) as pool:
+        served = [pool.submit(translator.translate, others, **QUICK) for _ in range(20)]
+        looked = [pool.submit(translator.attention, text) for _ in range(40)]
+    assert [one.result() for one in served] == [translations] * 20
+    for one in looked: torch.testing.assert_close(one.result().cross, maps.cross)
+    assert not [m for m in translator.model.modules() if getattr(m, '_seen', None)]
+
+def test_a_model_without_numbers_says_so(translator):
+    broken = Translator(copy.deepcopy(translator.model), translator.tokenizer)
+    with torch.no_grad(): broken.model.decoder.layers[0].feed_forward.outer.bias[0] = math.nan
+    for say in (broken.translate, broken.sample, lambda text: broken.translate(text, beam_size=1),
+                lambda text: broken.score(text, text)):
+        with pytest.raises(FloatingPointError, match='logits are NaN'): say(TEXTS[0])
+
+def test_a_beginning_stays_as_it_was_typed(either):
+    for prefix in ('„Zoë', 'Zoë 3 ', 'Der ☃'):
+        assert either.translate(TEXTS[0], prefix=prefix, **QUICK).startswith(prefix.rstrip())
