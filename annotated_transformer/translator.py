@@ -79,9 +79,9 @@ class Account:
         for anything else nothing or, if strict, ValueError with the number of the line."""
         self.read += 1
         try:
-            if isinstance(what, bytes): what = what.decode('utf-8')
-            if isinstance(what, str): # some editors put a mark before UTF-8
-                return what.removeprefix('\ufeff' if self.read == 1 else '').rstrip('\r\n')
+            if isinstance(what, str): return what.rstrip('\r\n')
+            if isinstance(what, bytes): # some editors put a mark before UTF-8
+                return what.removeprefix(b'\xef\xbb\xbf' if self.read == 1 else b'').decode('utf-8').rstrip('\r\n')
             problem = f'{type(what).__name__} is no text'
         except UnicodeDecodeError as error: problem = f'not UTF-8 ({error.reason} at byte {error.start})'
         if self.strict: raise ValueError(f'line {self.read}: {problem}')
