@@ -71,12 +71,17 @@ def nearest(taught: list[list[list[str]]], own: list[str], n: int, cut: bool) ->
         return sorted(other, key=lambda text: bleu.sentence_score(text, [line]).score, reverse=True)[:n]
     return [choose(line, found) for line, *found in zip(own, *taught, strict=True)]
 
+def cut_text(args, split: str, lang: str) -> Path:
+    "A file of the lower-cased text cut into words, as upstream names it, gzipped or not."
+    plain = args.tokenized/f'{split}.lc.norm.tok.{lang}'
+    return plain if plain.exists() else plain.with_name(f'{plain.name}.gz')
+
 def corpus_flags(args) -> list:
     "Where the student's own text lies."
     if not args.tokenized: return ['--corpus', 'multi30k', '--pair', args.pair, '--data-dir', args.data_dir]
     return ['--corpus', 'files', '--pair', args.pair, *(
         item for flag, split in SPLITS.items() for side, lang in zip(('src', 'tgt'), args.pair.split('-'))
-        for item in (f'--{flag}{side}', args.tokenized/f'{split}.lc.norm.tok.{lang}.gz'))]
+        for item in (f'--{flag}{side}', cut_text(args, split, lang)))]
 
 def students(args) -> None:
     "Have the teachers write, and train each round's student on what is there by then."
@@ -85,7 +90,7 @@ def students(args) -> None:
     text = {lang: write(args.runs/f'train.{lang}', lines) for lang, lines in own.items()}
     taught, cut = teach(args, text), '-cut' if args.tokenized else ''
     if cut:
-        own = {lang: list(stream_lines(args.tokenized/f'train.lc.norm.tok.{lang}.gz')) for lang in own}
+        own = {lang: list(stream_lines(cut_text(args, 'train', lang))) for lang in own}
         text = {lang: write(args.runs/f'train-cut.{lang}', lines) for lang, lines in own.items()}
     for n in range(1, args.rounds + 1):
         before, student = args.runs/f'student{cut}-{n - 1}', args.runs/f'student{cut}-{n}'
@@ -103,7 +108,7 @@ def students(args) -> None:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--data-dir', type=Path, required=True, help='holds the files of Multi30k')
-    parser.add_argument('--tokenized', type=Path, help='holds its lower-cased text cut into words')
+    parser.add_argument('--tokenized', type=Path, help='holds its lower-cased text cut into words, as data/task1/tok does')
     parser.add_argument('--pair', default='en-de', help='source and target language')
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3], help='of the forward teachers')
     parser.add_argument('--search', default='--beam-size 5 --alpha 1.4 --n-best 3',
