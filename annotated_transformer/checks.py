@@ -189,9 +189,9 @@ def _runs(p):
     p.src_v = p.src_v or p.v
     p.tol = p.tol or (1e-5 if out.dtype == torch.float64 else 1e-4) # some take their softmax in 32 bits even so
     p.least = 1e-10 if out.dtype == torch.float64 else p.tol
-    out, wanted = p.logits(*p.pair()), (2, p.m, p.v)
+    out = p.logits(*p.pair())
     what = f'src (2, {p.n}), tgt (2, {p.m}) to {tuple(out.shape)}, {str(out.dtype).removeprefix("torch.")}'
-    return (tuple(out.shape) == wanted and out.isfinite().all(),
+    return (tuple(out.shape[:-1]) == (2, p.m) and out.size(-1) >= p.v and out.isfinite().all(),
             what + ('' if out.isfinite().all() else ', not all of them numbers'))
 
 @question('logits', 'scores, not probabilities')
@@ -207,9 +207,9 @@ def check_transformer(
     model: nn.Module, # (source ids, target ids) to logits or log-probabilities (b, m, v)
     *,
     pad: int | None = 0,           # the id that fills short sentences up; None: there is none
-    vocab_size: int | None = None, # words of the target; as many as there are logits unless given
+    vocab_size: int | None = None, # words of the target to try with; as many as there are logits unless given
     src_vocab_size: int | None = None, # words of the source; as many as the target's unless given
-    lengths: tuple[int, int] = (6, 5), # tokens of source and target to try with; the model needs room for 3 more
+    lengths: tuple[int, int] = (6, 5), # source and target tokens to try with, 3 at least; there is room for 3 more
     positions: str = 'absolute',   # 'relative' if only distances are known (inside attention), 'none'
     dropout: bool = True,          # False: the model is meant to have none
     trained: bool = False,         # True: these are not the weights that it starts with
@@ -220,11 +220,12 @@ def check_transformer(
     steps: int = 200,              # updates in which a batch must be learned by heart, for each of two rates
     only: Iterable[str] = (),      # names of `QUESTIONS` to be asked; all of them by default
 ) -> Report:
-    "Put all `QUESTIONS` to a model, through copies. ValueError for unknown `positions` or questions."
+    "Put all `QUESTIONS` to a model, through copies. ValueError for unknown `positions` or questions, short `lengths`."
     if positions not in ('absolute', 'relative', 'none'):
         raise ValueError(f"positions={positions!r} is unknown: choose 'absolute', 'relative' or 'none'")
     if unknown := set(only) - set(QUESTIONS):
         raise ValueError(f'no question is called {sorted(unknown)}: there are {", ".join(QUESTIONS)}')
+    if min(lengths) < 3: raise ValueError(f'lengths={lengths} are too short to try with: give 3 tokens at least')
     probe = Probe(model, pad, vocab_size, src_vocab_size, lengths, append_padding, tol)
     for name, value in dict(positions=positions, dropout=dropout, trained=trained, make=make, steps=steps,
                             without_positions=without_positions).items():
@@ -921,7 +922,7 @@ class _Decoding:
     "What is asked of a search: its results are held against the model, called in the plain way."
     def __init__(self, decode, model, src, pad, bos, eos, never, greedy):
         self.decode, self.model, self.src, self.pad, self.bos, self.eos = decode, model, src, pad, bos, eos
-        self.never, self.greedy = list(never), greedy
+        self.never, self.greedy = [pad, bos] if never is None else list(never), greedy
 
     def results(self, src):
         "Ids of each sentence, up to EOS, and their log-probability if it is told."
@@ -998,7 +999,7 @@ def check_decoder(
     pad: int = 0,
     bos: int = 1,
     eos: int = 2,
-    never: Sequence[int] = (0, 1), # ids that it is not allowed to write
+    never: Sequence[int] | None = None, # ids that it is not allowed to write; `pad` and `bos` unless given
     greedy: bool = True,      # False: a beam search
 ) -> Report:
     "Does it write what the model says, each sentence for itself, and stop?"

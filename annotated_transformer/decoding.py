@@ -581,7 +581,9 @@ def sampling_distribution(
 ) -> Float[Tensor, "*b v"]: # probabilities
     "What `sample` draws from: temperature first, then `top_k`, then `top_p` (Holtzman et al., 2020)."
     scaled = (log_probs - log_probs.amax(-1, keepdim=True)) / temperature      # the likeliest at 0: nothing overflows
-    if 0 < top_k < scaled.size(-1): scaled = scaled.masked_fill(scaled < scaled.topk(top_k)[0][..., -1:], -torch.inf)
+    if 0 < top_k < scaled.size(-1):
+        kept = scaled.topk(top_k)                                               # of equals, some: never more in all
+        scaled = torch.full_like(scaled, -torch.inf).scatter(-1, kept.indices, kept.values)
     probs = scaled.softmax(-1)
     if top_p < 1:
         ranked, order = probs.sort(-1, descending=True)

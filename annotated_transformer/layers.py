@@ -35,7 +35,7 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        "Widen, cut off below zero, narrow."
+        "Widen, bend, narrow."
         return self.outer(self.activation(self.inner(x)))
 
 # %% ../nbs/03_layers.ipynb #30-b68556

@@ -31,6 +31,8 @@ from .translator import Translator, best_device
 from .vocabulary import Tokenizer, dropout_pairs, load_tokenizer, use_vectors, write_whole
 
 # %% ../nbs/24_en_de.ipynb #06-02bf09
+_MULTIPLE = 16 # widths of a compiled run's batches are multiples of it
+
 @dataclass(frozen=True)
 class RunConfig:
     "All that decides what a training run does. Raises ValueError for what does not go together."
@@ -57,8 +59,9 @@ class RunConfig:
                              'choose one')
         if self.bpe_dropout and self.tokenizer != 'bpe':
             raise ValueError(f'bpe_dropout leaves out merges, and tokenizer={self.tokenizer!r} has none')
-        if self.bpe_dropout and self.training.max_tokens < self.model.max_len:
-            raise ValueError(f'bpe_dropout can cut a sentence into max_len={self.model.max_len} pieces, and batches of '
+        widest = -(-self.model.max_len // _MULTIPLE) * _MULTIPLE if self.training.compile else self.model.max_len
+        if self.bpe_dropout and self.training.max_tokens < widest:
+            raise ValueError(f'bpe_dropout can cut a sentence into {widest} pieces (max_len), and batches of '
                              f'max_tokens={self.training.max_tokens} have no room for it: make max_len smaller')
         if self.freeze_vectors and not self.vectors:
             raise ValueError('freeze_vectors needs vectors, a file of word vectors')
@@ -283,7 +286,7 @@ def train_translator(
         some = corpus['val'][:config.val_sentences]
         return dict(val_bleu=evaluate(Translator(model, tokenizer, kept), some, beam_size=1)[0].bleu) if some else {}
     batches = BatchLoader(training_ids(config, corpus, tokenizer, progress_bar and world.leader), c.max_tokens, c.seed,
-                          rank=world.rank, world_size=world.size, multiple=16 if c.compile else 1) # page 19
+                          rank=world.rank, world_size=world.size, multiple=_MULTIPLE if c.compile else 1) # page 19
     val_ids = encode_pairs(corpus['val'], tokenizer, corpus.langs, config.model.max_len)
     model, told = new_model(config, tokenizer)
     trainer = Trainer(model, batches, list(BatchLoader(val_ids, c.max_tokens, shuffle=False).epoch(0)),

@@ -215,6 +215,10 @@ class Reporter:
         if self.writer: self.board = self.writer(str(self.log.parent / 'tensorboard'), purge_step=at.step + 1)
         begun = any(row['step'] == 0 for row in read_log(self.log))
         if self.first and not begun: self.write(Progress(), self.first)
+        self.go_on(at)
+
+    def go_on(self, at: Progress) -> None:
+        "The next line tells the speed from here on."
         self.tokens, self.since = at.tokens, time.monotonic()
 
     def close(self) -> None:
@@ -234,7 +238,8 @@ class Reporter:
         loss, speed = at.loss / at.counted, round((at.tokens - self.tokens) / (time.monotonic() - self.since))
         self.write(at, dict(loss=loss, rate=rate, tokens=at.tokens), tokens_per_second=speed)
         self.bar.set_postfix_str(f'step {at.step}, loss {loss:.3f}, {speed} tokens/s')
-        at.loss, at.counted, self.tokens, self.since = 0.0, 0, at.tokens, time.monotonic()
+        at.loss, at.counted = 0.0, 0
+        self.go_on(at)
 
     def milestone(self, at: Progress, figures: dict) -> None:
         "The figures of a validation, above the bar too."
@@ -345,6 +350,7 @@ class Run:
             self.prune()
         self.stale = self.world.any(self.world.leader and self.no_better())
         self.model.train()
+        self.reporter.go_on(self.at) # the speed of training is without this
 
     def prune(self) -> None:
         "Remove all checkpoints but the newest, the last `average` that were validated, and the best."

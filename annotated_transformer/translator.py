@@ -320,7 +320,7 @@ class Translator(SharedFolder):
 
     def _text(self, ids: list[int], forced: list[int], prefix: str | None) -> str:
         "A translation as text; what it had to begin with stays as it was given, whatever the vocabulary lacks of it."
-        text, known = (self.tokenizer.decode(row, self.tokenizer.langs[1]) for row in (ids, forced))
+        text, known = (self.tokenizer.decode(row) for row in (ids, forced))
         return prefix.rstrip() + text[len(known):] if UNK in forced and text.startswith(known) else text
 
     def sample(
@@ -341,7 +341,7 @@ class Translator(SharedFolder):
             src = pad_rows([rows[i] for i in group]).to(self.device)
             for i, h in zip(group, sample(self.model, src, temperature, top_k, top_p, generator,
                                           self.decoding.max_extra)):
-                done[i] = self.tokenizer.decode(h.ids, self.tokenizer.langs[1])
+                done[i] = self.tokenizer.decode(h.ids)
         return done
 
     def score(

@@ -196,7 +196,7 @@ class Tokenizer:
             if not 0 <= i < len(self): raise ValueError(f'id {i} is not in [0, {len(self)}), the ids of this tokenizer')
         return [self.token(i) for i in ids]
 
-    def decode(self, ids: Iterable[SupportsInt], lang: str | None = None) -> str:
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
         """Normal text from ids: up to EOS, without PAD and BOS, ⁇ for UNK.
 
         Raises ValueError for an id beyond the vocabulary.

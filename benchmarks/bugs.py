@@ -51,6 +51,8 @@ def main():
     if unknown := set(args.only or []) - {'right', *names['GALLERY']}:
         parser.error(f'no bug is called {sorted(unknown)}')
     earlier = json.loads(args.out.read_text('utf-8')) if args.only and args.out.is_file() else {}
+    if earlier and earlier['steps'] != args.steps:
+        parser.error(f"{args.out} holds runs of {earlier['steps']} steps: give as many, or another --out")
     bugs = earlier.get('bugs', {})
     for bug in (None, *names['GALLERY']):
         name = bug or 'right'

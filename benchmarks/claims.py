@@ -158,6 +158,9 @@ def main():
     parser.add_argument('--out', type=Path, default=RESULTS / 'claims.json', help='the record (results/claims.json)')
     args = parser.parse_args()
     if args.jobs < 1: parser.error(f'--jobs {args.jobs}: at least 1')
+    earlier = kept(args.out) or dict(experiments={}, sentences=args.sentences)
+    if args.only and earlier['sentences'] != args.sentences:
+        parser.error(f"{args.out} holds scores of {earlier['sentences']} sentences: give as many, or another --out")
     if args.sentences < 1: parser.error(f'--sentences {args.sentences}: at least 1')
     cases = {(name, case): settings | ({'tokens': args.tokens} if args.tokens else {})
              for name, (_, own) in EXPERIMENTS.items() if name in (args.only or EXPERIMENTS)
@@ -170,7 +173,6 @@ def main():
     found = {name: dict(question=EXPERIMENTS[name][0], cases={}) for name, _ in cases}
     for (name, case), names in runs.items():
         found[name]['cases'][case] = dict(settings=cases[name, case], runs=[done[n] for n in names])
-    earlier = kept(args.out) or dict(experiments={})
     experiments = {name: e for name in EXPERIMENTS if (e := found.get(name) or earlier['experiments'].get(name))}
     torch.set_num_threads(1)             # as in every run: what `versions` will say
     record = dict(name='claims', **about(), seeds=SEEDS, sentences=args.sentences, corpus='toy-ende',

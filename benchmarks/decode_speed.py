@@ -17,7 +17,7 @@ given. Beside each speed: BLEU, how many outputs are the same ids as ours, the t
 and the memory that a process of its own takes at most above what the loaded model takes. On a GPU
 ours and transformers run in float32 and in bfloat16, CTranslate2 in its own float32 and float16.
 """
-import argparse, hashlib, json, statistics, subprocess, sys, tempfile, time
+import argparse, json, statistics, subprocess, sys, tempfile, time
 from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import patch
@@ -26,6 +26,7 @@ import torch
 
 from annotated_transformer import decoding
 from annotated_transformer.batches import pad_rows
+from annotated_transformer.checkpoints import fingerprint
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.decoding import DecodingConfig, beam_search, greedy
 from annotated_transformer.interop import export_ctranslate2, export_marian
@@ -174,7 +175,7 @@ def load(args):
 def measure(args):
     "Everybody at each beam and batch size, beside ours."
     folder, pairs, rows = load(args)
-    text = lambda ids: folder.tokenizer.decode(ids, folder.tokenizer.langs[1])
+    text = lambda ids: folder.tokenizer.decode(ids)
     made, metrics = {name: engine(name, args) for name in engines(args.device)}, {}
     for beam in args.beams:
         first = latency({name: e for name, e in made.items() if beam > 1 or name != EXACT}, rows, beam)
@@ -231,7 +232,7 @@ def main():
     settings = {k: getattr(args, k) for k in ('split', 'sentences', 'beams', 'batches', 'repeats', 'threads', 'device')}
     record = dict(name='decode-speed', **about(), metrics=metrics,
                   settings=settings | dict(search=asdict(SEARCH), model=asdict(folder.model.config)),
-                  weights_sha256=hashlib.sha256((args.model/'model.safetensors').read_bytes()).hexdigest())
+                  weights_sha256=fingerprint(args.model/'model.safetensors')['sha256'])
     record['versions'] |= dict(transformers=transformers.__version__, ctranslate2=ctranslate2.__version__)
     write_whole(args.out, json.dumps(record, indent=2) + '\n')
 

@@ -108,7 +108,8 @@ def students(args) -> None:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--data-dir', type=Path, required=True, help='holds the files of Multi30k')
-    parser.add_argument('--tokenized', type=Path, help='holds its lower-cased text cut into words, as data/task1/tok does')
+    parser.add_argument('--tokenized', type=Path,
+                        help='holds its text lower-cased and cut into words, as data/task1/tok does')
     parser.add_argument('--pair', default='en-de', help='source and target language')
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3], help='of the forward teachers')
     parser.add_argument('--search', default='--beam-size 5 --alpha 1.4 --n-best 3',

@@ -15,14 +15,14 @@ a few steps, at several prices of an open head. Since that training helps by its
 many heads by the gradient's choice is trained on for as many steps on the same batches. `speed`:
 seconds of the processor, the whole model and smaller ones in turn; the median of each round's ratios.
 """
-import argparse, hashlib, json, shlex, statistics, sys, time
+import argparse, json, shlex, statistics, sys, time
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from annotated_transformer.batches import BatchLoader, encode_pairs, pad_rows
-from annotated_transformer.checkpoints import origin
+from annotated_transformer.checkpoints import fingerprint, origin
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.decoding import greedy
 from annotated_transformer.heads import (
@@ -174,7 +174,7 @@ def arguments():
 def main():
     args, began = arguments(), time.process_time()
     torch.set_num_threads(args.threads)
-    weights = hashlib.sha256((args.model/'model.safetensors').read_bytes()).hexdigest()
+    weights = fingerprint(args.model/'model.safetensors')['sha256']
     earlier = json.loads(args.out.read_text('utf-8')) if args.only and args.out.is_file() else {}
     if earlier and earlier['weights_sha256'] != weights:
         raise SystemExit(f'{args.out} is of another model: measure all parts')

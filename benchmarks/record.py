@@ -7,11 +7,13 @@ NAME.json and NAME.log.jsonl in results/.
 
 Several beam sizes or alphas are all tried on `val`, and the best of them searches the other splits.
 """
-import argparse, hashlib, itertools, json, os, platform, shlex, sys, time
+import argparse, itertools, json, platform, shlex, sys, time
 from datetime import date
 from pathlib import Path
 
+from annotated_transformer.checkpoints import fingerprint
 from annotated_transformer.corpora import CorpusConfig, load_corpus
+from annotated_transformer.large_corpora import len_cores
 from annotated_transformer.recipe import evaluate, versions
 from annotated_transformer.scoring import CUT, bleu_interval, report, tokenized_bleu
 from annotated_transformer.training import timed_log
@@ -27,7 +29,7 @@ def machine() -> str:
     info = Path('/proc/cpuinfo')
     names = [line.split(':')[1].strip() for line in info.read_text().splitlines()
              if line.startswith('model name')] if info.exists() else []
-    return f'{(names or [platform.processor() or platform.machine()])[0]}, {os.cpu_count()} cores'
+    return f'{(names or [platform.processor() or platform.machine()])[0]}, {len_cores()} cores'
 
 def about() -> dict:
     "What stands beside every measurement: the command that made it, machine, date, versions of the libraries."
@@ -101,7 +103,7 @@ def main():
                   metrics=metrics, scores=details, versions=made['versions'],
                   **(dict(teachers_minutes=teachers) if teachers else {}),
                   settings=made['run'] | dict(corpus=told_of(made['run']['corpus'])),
-                  weights_sha256=hashlib.sha256((args.run / 'model.safetensors').read_bytes()).hexdigest())
+                  weights_sha256=fingerprint(args.run / 'model.safetensors')['sha256'])
     write_whole(RESULTS / f'{args.name}.json', json.dumps(record, indent=2) + '\n')
     write_whole(RESULTS / f'{args.name}.log.jsonl', ''.join(json.dumps(row) + '\n' for row in timed_log(args.run)))
 

@@ -108,6 +108,20 @@ def test_models_without_positions_dropout_padding_or_youth():
     report = check_transformer(model, dropout=False)
     assert {'source order', 'target order'} <= set(report.failed) and not report.passed
 
+def test_what_is_tried_can_be_chosen():
+    "Other lengths, fewer words than logits, a source vocabulary and padding of one's own, a stricter tolerance."
+    config = replace(CONFIG, dropout=0.)
+    model = Adapter(ours(config), lambda m, src, tgt: m(src.clamp(max=12), tgt))
+    chosen = dict(dropout=False, src_vocab_size=12, vocab_size=15, lengths=(4, 7), tol=1e-7,
+                  append_padding=lambda ids, k: torch.cat([ids, ids.new_zeros(len(ids), k)], 1))
+    report = check_transformer(model, **chosen).raise_if_failed()
+    assert 'src (2, 4), tgt (2, 7)' in report['runs'].tried
+    assert 'source' in check_transformer(model, dropout=False, only=['source']).failed # beyond 12 all words are one
+    wrong = chosen | dict(append_padding=lambda ids, k: torch.cat([ids, ids.new_full((len(ids), k), 5)], 1))
+    assert 'source padding' in check_transformer(model, **wrong).failed
+    for lengths in (6, 2), (2, 5):
+        with pytest.raises(ValueError, match='3 tokens at least'): check_transformer(model, lengths=lengths)
+
 def test_what_cannot_be_tried_says_what_to_hand_in():
     class Nameless(nn.Module):
         def __init__(self):
@@ -303,6 +317,14 @@ def decoding():
     model = Transformer(replace(CONFIG, tied=False, max_len=12)).eval()
     src = collate([(torch.randint(4, 19, (n,)).tolist(), []) for n in (3, 7, 5, 1, 6)]).src
     return model, src
+
+def test_special_ids_of_ones_own(decoding):
+    model, src = decoding
+    said, order = greedy(model, src)[0].ids[0], torch.arange(19)
+    order[[PAD, said]] = order[[said, PAD]]                                      # padding and a word change places
+    report = check_decoder(lambda src: [order[torch.tensor(h.ids)].tolist() for h in greedy(model, order[src])],
+                           lambda src, tgt: model(order[src], order[tgt])[..., order], order[src], pad=said)
+    assert not report.failed, report
 
 def test_decoding(decoding):
     model, src = decoding

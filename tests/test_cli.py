@@ -1,6 +1,6 @@
 """The command line as its users meet it: what goes wrong is one line and exit code 2,
 and what was there stays as it was."""
-import gzip, hashlib, json, re, resource, shutil, signal, subprocess, sys, time, warnings
+import gzip, hashlib, json, os, re, resource, shutil, signal, subprocess, sys, time, warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -165,9 +165,13 @@ def test_a_file_becomes_a_file(fails, trained, tmp_path, capsys):
     (packed := tmp_path / 'in.txt.gz').write_bytes(gzip.compress(source.read_bytes()))
     main(['translate', '--model', str(trained), '--input', str(packed), '--prefix', 'DOG'])
     assert capsys.readouterr().out.split('\n') == lines
+    main(['translate', '--model', str(trained), '--input', str(packed), '--prefix', 'DOG',
+          '--output', str(tmp_path / 'out.gz')])
+    assert gzip.decompress((tmp_path / 'out.gz').read_bytes()) == out.read_bytes()
+    capsys.readouterr()
     packed.write_bytes(packed.read_bytes()[:-5])
     assert 'in.txt.gz is no whole gzip file' in fails('translate', '--model', trained, '--input', packed)
-    packed.unlink()
+    packed.unlink(), (tmp_path / 'out.gz').unlink()
     source.write_bytes(b'fine\n\xff\n')
     with pytest.raises(SystemExit):
         main(['translate', '--model', str(trained), '--input', str(source), '--output', str(out),
@@ -310,6 +314,18 @@ def test_any_two_files_are_compared(fails, capsys, tmp_path):
     assert 'short has 35 lines, and there are 36' in fails('evaluate', *both, *flags(against='short'))
     assert 'absent' in fails('evaluate', *flags(translations='absent', references='refs'))
     assert 'go together' in fails('evaluate', *flags(translations='ours'))
+
+def test_other_files_are_counted_before_anything_is_translated(fails, trained, tmp_path, monkeypatch):
+    (short := tmp_path / 'short').write_text('Eins .\n')
+    monkeypatch.setattr(Translator, 'translate', lambda *a, **k: pytest.fail('translated all, to lose it'))
+    for name in '--against', '--tokenized-references':
+        assert 'short has 1 lines, and there are' in fails('evaluate', '--model', trained, name, short)
+
+def test_a_reader_who_leaves_ends_it_as_it_ends_other_commands(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write) as out: process = start(['translate', 'the dog sleeps'], out)
+    assert (process.communicate()[1], process.returncode) == ('', 141)
 
 def test_toy_results_are_told_by_phenomenon(trained, tmp_path, capsys):
     translator = Translator.load(trained)

@@ -500,6 +500,13 @@ def test_what_is_drawn_from_by_its_definition(settings):
         torch.testing.assert_close(found, expected)
 
 
+def test_of_equals_no_more_than_top_k():
+    for top_k in range(1, 6):
+        found = sampling_distribution(torch.tensor([[0., -1, 0, 0, 0, -2], [0.] * 6]).log_softmax(-1), top_k=top_k)
+        assert [(row > 0).sum() for row in found] == [top_k] * 2
+        assert found[0, 1] == 0 or top_k == 5
+
+
 def test_counts_come_from_the_distribution():
     model, src = make(0, 20, torch.float32), sources(2)[:1]
     for settings in (dict(), dict(temperature=0.5), dict(top_k=3), dict(top_p=0.7),

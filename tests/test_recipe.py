@@ -128,6 +128,12 @@ def test_a_start_that_does_not_fit_is_told(table, tmp_path):
 def test_settings_that_do_not_go_together(table, changes, said):
     with pytest.raises(ValueError, match=said): run(table, **changes)
 
+def test_the_widths_of_a_compiled_run_have_room(table):
+    "They are rounded up to multiples of 16, which a sentence cut at random must fit in."
+    longer, dropped = replace(MODEL, max_len=70), dict(bpe_dropout=0.1, max_tokens=70)
+    replace(run(table, **dropped), model=longer)
+    with pytest.raises(ValueError, match='into 80 pieces'): replace(run(table, compile=True, **dropped), model=longer)
+
 def test_a_setting_that_came_later_does_not_bar_the_way(table, tmp_path, monkeypatch):
     "A run that an earlier version began goes on, when what has been added since is at its default."
     config = run(table)

@@ -1,7 +1,7 @@
 """What the page on training cannot show: a run's folder under odd circumstances,
 and every setting that shapes the weights.
 """
-import json, math, os, signal, sys
+import json, math, os, signal, sys, time
 from dataclasses import replace
 
 import pytest, safetensors.torch, torch
@@ -40,6 +40,17 @@ def test_seed_decides_everything(tmp_path):
     assert torch.equal(weights(a), weights(b))
     c = trainer(tmp_path / 'c', replace(SETTINGS, seed=2)).fit()
     assert not torch.equal(weights(a), weights(c))
+
+def test_speed_is_that_of_the_steps_alone(tmp_path):
+    "A slow validation does not slow down the line after it."
+    def slow(model):
+        time.sleep(1)
+        return {}
+    trainer(tmp_path, replace(SETTINGS, max_steps=15), measure=slow).fit()
+    before, *_, after = [row for row in timed_log(tmp_path) if 'rate' in row]
+    tokens = [row['tokens'] for row in read_log(tmp_path / 'log.jsonl') if 'rate' in row]
+    assert after['tokens_per_second'] > 2 * (tokens[-1] - tokens[-2]) # or the second would be in it
+    assert before['tokens_per_second'] > 2 * tokens[0]
 
 def test_each_process_has_a_dropout_of_its_own(tmp_path, monkeypatch):
     asked = []

@@ -54,7 +54,7 @@ def test_round_trip(tokenizer, pairs):
         ids = tokenizer.encode_batch(texts, lang)
         assert ids == [tokenizer.encode(text, lang) for text in texts]
         whole = [(text, row) for text, row in zip(texts, ids) if UNK not in row]
-        assert len(whole) > 100 and all(tokenizer.decode(row, lang) == text for text, row in whole)
+        assert len(whole) > 100 and all(tokenizer.decode(row) == text for text, row in whole)
 
 
 def test_any_string_has_ids(tokenizer):
@@ -64,8 +64,8 @@ def test_any_string_has_ids(tokenizer):
     for text in [*strings, 'a'*20_000, '. '*5000, '￭', '▁', '￭ ￭￭', *SPECIALS, ' '.join(SPECIALS), '<eos>'*3]:
         ids = tokenizer.encode(text, 'de')
         assert all(UNK <= i < len(tokenizer) for i in ids), repr(text)       # never PAD, BOS or EOS
-        assert isinstance(tokenizer.decode(ids, 'de'), str)
-        tokenizer.decode(ids, 'de').encode()                                 # and no lone surrogate comes back
+        assert isinstance(tokenizer.decode(ids), str)
+        tokenizer.decode(ids).encode()                                 # and no lone surrogate comes back
 
 
 def test_decode_takes_what_a_model_gives(tokenizer):
