@@ -172,14 +172,14 @@ def whole(folder: Path) -> Iterator[Path]:
 
 def put(partial: Path, folder: Path) -> None:
     "Give a complete folder its name; what had it before steps aside, and is removed last."
-    old = folder.with_name(folder.name + '.old')
+    old, known = folder.with_name(folder.name + '.old'), folder.exists()
     sync(partial)
-    if folder.exists():
+    if known:
         shutil.rmtree(old, ignore_errors=True)
         os.replace(folder, old)
     os.replace(partial, folder)
     sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if known: shutil.rmtree(old, ignore_errors=True) # else it is not ours
 
 def sync(folder: Path) -> None:
     "Wait until the names in a folder are on the disk, as `fsync` does for what is in a file."

@@ -89,6 +89,11 @@ class Evaluate:
             if path.is_dir() or not path.parent.is_dir(): raise ValueError(f'{path}: no file can be written there')
         if self.plot and self.plot.suffix not in PICTURES:
             raise ValueError(f'{self.plot} names no kind of picture: end it in {", ".join(PICTURES)}')
+        inputs = (self.translations, self.references, self.against, self.tokenized_references)
+        for path in filter(None, (self.output, self.plot)):
+            if path.exists() and any(isinstance(p, Path) and p.exists() and p.samefile(path)
+                                     for p in (*inputs, *vars(self.corpus).values())):
+                raise ValueError(f'{path} is read, and would be written over: choose another name')
         if 0 < self.samples < 40: raise ValueError(f'samples={self.samples} are too few: take 1000, or 0')
         others = {path: list(stream_lines(path)) for path in (self.against, self.tokenized_references) if path}
         read = self.given if self.translations else self.translated
@@ -316,7 +321,9 @@ class Demo:
         maps = translator.attention(max((src for src, _ in corpus['test'][:8]), key=len))
         ax = plot_attention(maps.cross[-1].mean(0), maps.tgt, maps.src,
                             'Last layer, mean of its heads: where the decoder looked')
-        ax.figure.savefig(self.out / 'attention.png', dpi=120, bbox_inches='tight')
+        data = io.BytesIO()
+        ax.figure.savefig(data, dpi=120, bbox_inches='tight')
+        write_whole(self.out / 'attention.png', data.getvalue())
         print(f"\nThe picture is {self.out / 'attention.png'}. "
               f"Try:  annotated-transformer translate --model {self.out} 'The small dog sleeps.'")
 
@@ -392,7 +399,7 @@ def main(args: list[str] | None = None) -> None:
     except KeyboardInterrupt as e:
         print(f'\nannotated-transformer: interrupted; {e}'.rstrip('; '), file=sys.stderr)
         raise SystemExit(128 + getattr(e, 'signal', signal.SIGINT)) from None
-    except (ValueError, OSError, FloatingPointError, ImportError) as e:
+    except (ValueError, OSError, OverflowError, FloatingPointError, ImportError) as e:
         print(f'annotated-transformer: {e}', file=sys.stderr)
         raise SystemExit(2) from None
     except (MemoryError, RuntimeError) as e:

@@ -89,6 +89,7 @@ class DecodingConfig:
             x = getattr(self, name)
             if not isinstance(x, (int, float)) or not 0 <= x < math.inf:
                 raise ValueError(f'{name}={x!r} must be a number, and not negative')
+        if self.alpha > 50: raise ValueError(f'alpha={self.alpha} is too large: take 50 at most')
         if self.n_best > self.beam_size:
             raise ValueError(f'n_best={self.n_best} must lie between 1 and beam_size={self.beam_size}')
 
@@ -107,7 +108,7 @@ def length_limits(
     max_len: int,   # positions the model has
 ) -> Int[Tensor, "b"]: # for each sentence, the most tokens its translation may have, EOS included
     "Section 6.1: input length + 50, as far as the model has positions."
-    return ((src != PAD).sum(1) + max_extra).clamp(1, max_len)
+    return ((src != PAD).sum(1) + min(max_extra, max_len)).clamp(1, max_len)
 
 # %% ../nbs/21_decoding.ipynb #43-4eaaad
 @runtime_checkable

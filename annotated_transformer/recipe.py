@@ -3,7 +3,8 @@
 # %% auto #0
 __all__ = ['RECIPES', 'MADE', 'LIMITS', 'RunConfig', 'recipe_for', 'default_run', 'differences', 'settings', 'with_defaults',
            'course', 'held_settings', 'finished', 'claim', 'run_tokenizer', 'evaluate', 'versions', 'open_run',
-           'training_ids', 'new_model', 'begin_with', 'train_translator', 'what_went_wrong', 'phenomenon_scores']
+           'training_ids', 'loaders', 'new_model', 'begin_with', 'train_translator', 'what_went_wrong',
+           'phenomenon_scores']
 
 # %% ../nbs/24_en_de.ipynb #02-24368d
 import json, os, platform, re, shutil
@@ -17,7 +18,7 @@ from typing import Literal
 import torch
 
 import annotated_transformer
-from .batches import BatchLoader, encode_pairs
+from .batches import Batch, BatchLoader, encode_pairs
 from .corpora import Corpus, CorpusConfig, Stream, load_corpus
 from .large_corpora import open_pairs, tokenizer_for
 from .recurrent import RecurrentConfig
@@ -25,7 +26,7 @@ from .scoring import Scores, score, score_groups
 from .toy_languages import toy_ende
 from .checkpoints import build, fill, load_model, read_json, save_model
 from .distributed import World
-from .training import TrainConfig, Trainer
+from .training import TrainConfig, Trainer, event_writer
 from .transformer import TransformerConfig
 from .translator import Translator, best_device
 from .vocabulary import Tokenizer, dropout_pairs, load_tokenizer, use_vectors, write_whole
@@ -168,8 +169,8 @@ def claim(
         if (out / 'training.json').is_file() and not any(out.glob('checkpoints/step-*')):
             raise ValueError(f'{out} holds a finished run without its checkpoints, so it cannot go on: '
                              'choose another --out and --start-from this one, or --overwrite to start anew')
-    for path in (out / name for name in MADE if overwrite):
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    for path in (out / name for name in reversed(MADE) if overwrite): # what makes it a run goes last
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     write_whole(held, json.dumps(settings(config), indent=2) + '\n')
 
@@ -213,10 +214,12 @@ def versions() -> dict[str, str]:
                 device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine())
 
 # %% ../nbs/24_en_de.ipynb #23-2a7baa
-def open_run(config: RunConfig, out: Path, overwrite: bool = False, world: World = World()) -> tuple[Corpus, Tokenizer]:
+def open_run(config: RunConfig, out: Path, overwrite: bool = False, world: World = World(),
+             progress_bar: bool = True) -> tuple[Corpus, Tokenizer]:
     """The corpus and the vocabulary of a run, whose folder is claimed for it.
 
-    Raises ValueError if it belongs to another, or holds the model that this one starts from.
+    Raises ValueError if it belongs to another, or holds the model that this one starts from, or for settings that
+    could not be trained with.
     """
     start, own = config.start_from and Path(config.start_from).resolve(), out.resolve()
     if start and (start == own or own / 'checkpoints' in start.parents):
@@ -226,7 +229,8 @@ def open_run(config: RunConfig, out: Path, overwrite: bool = False, world: World
         overwrite = overwrite and not world.restarted
         tokenizer = run_tokenizer(out, config, corpus, overwrite)
         if overwrite or not (out / 'run.json').is_file(): # before the folder: what cannot be leaves all as it was
-            corpus['val'], new_model(config, tokenizer)
+            if config.training.tensorboard: event_writer()
+            new_model(config, tokenizer), loaders(config, corpus, tokenizer, progress_bar=progress_bar)
         claim(out, config, overwrite)
         tokenizer.save(out / 'tokenizer.json')
     world.wait()
@@ -241,6 +245,15 @@ def training_ids(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer, progre
     if config.bpe_dropout:
         return dropout_pairs(pairs, tokenizer, langs, max_len, config.bpe_dropout, config.training.seed)
     return encode_pairs(pairs, tokenizer, langs, max_len)
+
+def loaders(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer, world: World = World(),
+            progress_bar: bool = True) -> tuple[BatchLoader, list[Batch]]:
+    "What a run trains on, and what it validates on. Raises ValueError for a pair that no batch has room for."
+    c = config.training
+    val_ids = encode_pairs(corpus['val'], tokenizer, corpus.langs, config.model.max_len)
+    return (BatchLoader(training_ids(config, corpus, tokenizer, progress_bar and world.leader), c.max_tokens, c.seed,
+                        rank=world.rank, world_size=world.size, multiple=_MULTIPLE if c.compile else 1), # page 19
+            list(BatchLoader(val_ids, c.max_tokens, shuffle=False).epoch(0)))
 
 def new_model(
     config: RunConfig,
@@ -274,8 +287,8 @@ def train_translator(
     world: World = World(), # the processes that train together; `join()` under torchrun
 ) -> Translator:
     "Corpus, vocabulary, batches, model, training, folder: all of section 5, and the validation score."
-    out, c = Path(out), config.training
-    corpus, tokenizer = open_run(config, out, overwrite, world)
+    out = Path(out)
+    corpus, tokenizer = open_run(config, out, overwrite, world, progress_bar)
     if finished(out, config): return Translator.load(out)
     start = read_json(Path(config.start_from) / 'training.json') if config.start_from else {}
     kept = {name: value for name, value in start.items() if name == 'decoding'} # how that model is searched
@@ -285,12 +298,8 @@ def train_translator(
     def bleu(model):
         some = corpus['val'][:config.val_sentences]
         return dict(val_bleu=evaluate(Translator(model, tokenizer, kept), some, beam_size=1)[0].bleu) if some else {}
-    batches = BatchLoader(training_ids(config, corpus, tokenizer, progress_bar and world.leader), c.max_tokens, c.seed,
-                          rank=world.rank, world_size=world.size, multiple=_MULTIPLE if c.compile else 1) # page 19
-    val_ids = encode_pairs(corpus['val'], tokenizer, corpus.langs, config.model.max_len)
-    model, told = new_model(config, tokenizer)
-    trainer = Trainer(model, batches, list(BatchLoader(val_ids, c.max_tokens, shuffle=False).epoch(0)),
-                      c, out, bleu, save, progress_bar, watch, world)
+    batches, model, told = loaders(config, corpus, tokenizer, world, progress_bar), *new_model(config, tokenizer)
+    trainer = Trainer(model, *batches, config.training, out, bleu, save, progress_bar, watch, world)
     if world.leader: trainer.reporter.once({f'dropped_{reason}': n for reason, n in corpus.dropped.items()} | told)
     translator = Translator(trainer.fit(), tokenizer, kept)
     if world.leader:

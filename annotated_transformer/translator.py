@@ -79,10 +79,11 @@ class Account:
         for anything else nothing or, if strict, ValueError with the number of the line."""
         self.read += 1
         try:
-            if isinstance(what, str): return what.rstrip('\r\n')
-            if isinstance(what, bytes): # some editors put a mark before UTF-8
-                return what.removeprefix(b'\xef\xbb\xbf' if self.read == 1 else b'').decode('utf-8').rstrip('\r\n')
-            problem = f'{type(what).__name__} is no text'
+            text = what.decode('utf-8') if isinstance(what, bytes) else what
+            if not isinstance(text, str): problem = f'{type(what).__name__} is no text'
+            elif '\0' in text: problem = 'a NUL character: is it UTF-8?'
+            else: # some editors put a mark before the first line
+                return text.removeprefix('\ufeff' if self.read == 1 else '').rstrip('\r\n')
         except UnicodeDecodeError as error: problem = f'not UTF-8 ({error.reason} at byte {error.start})'
         if self.strict: raise ValueError(f'line {self.read}: {problem}')
         self.bad, self.first = self.bad + 1, self.first or f'line {self.read}: {problem}'
@@ -288,6 +289,7 @@ class Translator(SharedFolder):
             return self.translations([text], max_tokens, progress_bar, on_error, prefix, **options)[0]
         config, whole = replace(self.decoding, **options), isinstance(text, (list, tuple))
         if on_error not in ('warn', 'raise'): raise ValueError(f"on_error={on_error!r} must be 'warn' or 'raise'")
+        if max_tokens < 1: raise ValueError(f'max_tokens={max_tokens} must be a positive number')
         items = (zip(text, repeat(prefix)) if prefix is None or isinstance(prefix, str)
                  else zip(text, prefix, strict=True))
         parts = [list(items)] if whole else chunks(items, read_ahead)
@@ -355,7 +357,9 @@ class Translator(SharedFolder):
         ValueError for more texts than translations, or fewer.
         """
         if isinstance(text, str): return self.score([text], [translation], max_tokens)[0]
-        if isinstance(translation, str) or len(text) != len(translation):
+        if isinstance(translation, str):
+            raise ValueError('several texts are scored with a list of translations, not with one string')
+        if len(text) != len(translation):
             raise ValueError(f'{len(text)} texts cannot be scored with {len(translation)} translations')
         notes = Account(self.model.config.max_len - 1, read=len(text), what='translations')
         src, tgt, done = self.encode(text), [

@@ -315,6 +315,20 @@ def test_any_two_files_are_compared(fails, capsys, tmp_path):
     assert 'absent' in fails('evaluate', *flags(translations='absent', references='refs'))
     assert 'go together' in fails('evaluate', *flags(translations='ours'))
 
+@pytest.mark.parametrize('flags, said', [
+    ('translate hello --alpha 400', 'alpha=400.0 is too large'), ('translate hello --max-tokens 0', 'max_tokens=0'),
+    ('translate hello --max-extra -1', 'max_extra=-1'), ('train --max-tokens 99999999999999999999', 'too'),
+    ('train --seed 99999999999999999999999', 'verflow'), ('train --r-drop inf', 'r_drop=inf')])
+def test_numbers_out_of_range(fails, tmp_path, monkeypatch, flags, said):
+    monkeypatch.chdir(tmp_path)
+    assert said in fails(*flags.split(), *(['--out', 'r'] if 'train' in flags else []))
+    assert not list(tmp_path.iterdir())
+
+def test_a_translation_as_long_as_there_is_room_for(capsys):
+    for n in 9223372036854775807, 99999999999999999999:
+        main(['translate', 'The dog sleeps.', '--max-extra', str(n)])
+        assert capsys.readouterr().out.strip() == 'Der Hund schläft.'
+
 def test_other_files_are_counted_before_anything_is_translated(fails, trained, tmp_path, monkeypatch):
     (short := tmp_path / 'short').write_text('Eins .\n')
     monkeypatch.setattr(Translator, 'translate', lambda *a, **k: pytest.fail('translated all, to lose it'))

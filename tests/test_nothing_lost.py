@@ -1,12 +1,12 @@
 "What a slip of the user must not cost: a trained model, a run, translations; and streams and devices as output."
-import json, os, shutil, threading
+import json, os, shutil, sys, threading
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from annotated_transformer import cli
-from annotated_transformer.checkpoints import origin
+from annotated_transformer.checkpoints import origin, whole
 from annotated_transformer.corpora import CorpusConfig
 from annotated_transformer.recipe import RunConfig, claim, default_run, open_run, settings
 from annotated_transformer.training import TrainConfig
@@ -48,6 +48,39 @@ def test_a_slip_leaves_the_old_run_and_no_new_folder(tmp_path, trained, slip):
         with pytest.raises(OSError, match='typo'): open_run(config, folder, overwrite)
     assert held(trained) == before and not (tmp_path / 'new').exists()
 
+@pytest.mark.parametrize('changes, said', [
+    (dict(max_tokens=3), 'more than max_tokens=3'), (dict(tensorboard=True), 'tensorboard is not installed')], ids=str)
+def test_settings_that_cannot_be_trained_with_leave_all_as_it_was(tmp_path, trained, changes, said, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard', None)
+    before, config = held(trained), own_text(tmp_path, val_src=tmp_path / 'src')
+    config = replace(config, training=replace(config.training, **changes))
+    for folder, overwrite in (trained, True), (tmp_path / 'new', False):
+        with pytest.raises(ValueError, match=said): open_run(config, folder, overwrite)
+    assert held(trained) == before and not (tmp_path / 'new').exists()
+
+def test_checkpoints_that_lie_elsewhere_stay_there(tmp_path, trained):
+    (scratch := tmp_path / 'scratch').mkdir()
+    (scratch / 'step-00000001').mkdir()
+    (trained / 'checkpoints').symlink_to(scratch)
+    claim(trained, default_run(preset='tiny'), overwrite=True)
+    assert [p.name for p in scratch.iterdir()] == ['step-00000001'] and not (trained / 'checkpoints').exists()
+    assert [p.name for p in trained.iterdir()] == ['run.json']
+
+def test_what_is_compared_with_is_not_written_over(tmp_path, capsys):
+    for name in 'ours', 'refs': (tmp_path / name).write_text(f'{name} .\n')
+    flags = ['--translations', str(tmp_path / 'ours'), '--references', str(tmp_path / 'refs')]
+    for output in tmp_path / 'refs', tmp_path / '..' / tmp_path.name / 'ours':
+        with pytest.raises(SystemExit): cli.main(['evaluate', *flags, '--output', str(output)])
+        assert 'is read, and would be written over' in capsys.readouterr().err
+    assert (tmp_path / 'refs').read_text() == 'refs .\n'
+
+def test_a_folder_that_stepped_aside_by_hand_stays(tmp_path):
+    (tmp_path / 'served.old').mkdir()
+    with whole(tmp_path / 'served') as folder: (folder / 'a').write_text('')
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['served', 'served.old']
+    with whole(tmp_path / 'served') as folder: (folder / 'b').write_text('')  # one of ours stepped aside in between
+    assert [p.name for p in (tmp_path / 'served').iterdir()] == ['b']
+
 def test_a_finished_run_without_checkpoints_does_not_begin_again_in_silence(trained):
     before, run = held(trained), default_run()
     longer = replace(run, training=replace(run.training, max_epochs=99))
@@ -69,6 +102,16 @@ def test_how_a_model_is_searched_stays_with_it(trained):
 
 @pytest.mark.parametrize('line', ['ab c\n', 'ab c\r\n', b'ab c\n', b'ab c\r\n', 'ab c', b'ab c'])
 def test_the_end_of_a_line_is_no_text(line): assert Account(9).text(line) == 'ab c'
+
+@pytest.mark.parametrize('line', ['\ufeffab', b'\xef\xbb\xbfab'])
+def test_a_mark_before_the_first_line_is_no_text(line):
+    account = Account(9)
+    assert [account.text(line), account.text('\ufeffab')] == ['ab', '\ufeffab']
+
+def test_other_encodings_are_told():
+    account = Account(9)
+    assert [account.text(line) for line in ('ein Hund\n' * 2).encode('utf-16-le').splitlines()] == ['', '', '']
+    assert (account.bad, account.first) == (3, 'line 1: a NUL character: is it UTF-8?')
 
 @pytest.mark.parametrize('write', [write_whole, lambda path, text: SimpleNamespace(
     html=lambda: text, save=lambda path: Explorer.save(SimpleNamespace(html=lambda: text), path)).save(path)],
