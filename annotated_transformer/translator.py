@@ -81,9 +81,8 @@ class Account:
         try:
             text = what.decode('utf-8') if isinstance(what, bytes) else what
             if not isinstance(text, str): problem = f'{type(what).__name__} is no text'
-            elif '\0' in text: problem = 'a NUL character: is it UTF-8?'
-            else: # some editors put a mark before the first line
-                return text.removeprefix('\ufeff' if self.read == 1 else '').rstrip('\r\n')
+            elif text is not what and '\0' in text: problem = 'a NUL character: is it UTF-8?'
+            else: return text.removeprefix('\ufeff').rstrip('\r\n') # a mark that some editors put before UTF-8
         except UnicodeDecodeError as error: problem = f'not UTF-8 ({error.reason} at byte {error.start})'
         if self.strict: raise ValueError(f'line {self.read}: {problem}')
         self.bad, self.first = self.bad + 1, self.first or f'line {self.read}: {problem}'

@@ -103,10 +103,9 @@ def test_how_a_model_is_searched_stays_with_it(trained):
 @pytest.mark.parametrize('line', ['ab c\n', 'ab c\r\n', b'ab c\n', b'ab c\r\n', 'ab c', b'ab c'])
 def test_the_end_of_a_line_is_no_text(line): assert Account(9).text(line) == 'ab c'
 
-@pytest.mark.parametrize('line', ['\ufeffab', b'\xef\xbb\xbfab'])
-def test_a_mark_before_the_first_line_is_no_text(line):
+def test_a_mark_before_a_line_is_no_text():
     account = Account(9)
-    assert [account.text(line), account.text('\ufeffab')] == ['ab', '\ufeffab']
+    assert [account.text(line) for line in ('\ufeffab', b'\xef\xbb\xbfab')] == ['ab', 'ab']
 
 def test_other_encodings_are_told():
     account = Account(9)
