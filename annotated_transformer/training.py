@@ -76,8 +76,7 @@ class TrainConfig:
     def __post_init__(self):
         for name in 'max_tokens warmup max_steps log_every save_every average accumulate'.split():
             if getattr(self, name) < 1: raise ValueError(f'{name}={getattr(self, name)} must be a positive number')
-        for name in 'r_drop r_drop_from clip_norm'.split():
-            if getattr(self, name) == math.inf: raise ValueError(f'{name}=inf must be a finite number')
+        if self.r_drop == math.inf: raise ValueError('r_drop=inf must be a finite number')
         for name in 'peak_rate max_epochs max_minutes patience'.split():
             if getattr(self, name) is not None and not getattr(self, name) > 0: # nor NaN
                 raise ValueError(f'{name}={getattr(self, name)} must be positive, or left out')

@@ -52,6 +52,10 @@ def test_speed_is_that_of_the_steps_alone(tmp_path):
     assert after['tokens_per_second'] > 2 * (tokens[-1] - tokens[-2]) # or the second would be in it
     assert before['tokens_per_second'] > 2 * tokens[0]
 
+def test_an_infinite_norm_clips_nothing(tmp_path):
+    free, wide = (trainer(tmp_path / str(norm), replace(SETTINGS, clip_norm=norm)).fit() for norm in (math.inf, 1e9))
+    assert torch.equal(weights(free), weights(wide))
+
 def test_each_process_has_a_dropout_of_its_own(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(training, 'seed_step', lambda *which: asked.append(which))
