@@ -1,4 +1,4 @@
 "`python -m annotated_transformer`: the command line, for `torchrun -m` and wherever the script is not on the path."
-from .cli import main
+from .v1.cli import main
 
 if __name__ == '__main__': main()

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from annotated_transformer import checks
-from annotated_transformer.vocabulary import write_whole
+from annotated_transformer.v1 import checks
+from annotated_transformer.v1.vocabulary import write_whole
 from record import RESULTS, about
 
-PAGE = Path(__file__).parents[1] / 'nbs/33_finding_bugs.ipynb'
+PAGE = Path(__file__).parents[1] / 'nbs/v1_33_finding_bugs.ipynb'
 SEEDS, EVERY = (1, 2), 20  # EVERY: so many steps are one point of a curve
 
 def page() -> dict:

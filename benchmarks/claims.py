@@ -16,14 +16,14 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from annotated_transformer.batches import BatchLoader, encode_pairs
-from annotated_transformer.corpora import CorpusConfig, load_corpus
-from annotated_transformer.optimizer import learning_rate, make_optimizer, set_rate
-from annotated_transformer.scoring import perplexity, score
-from annotated_transformer.training import batch_loss, validate
-from annotated_transformer.transformer import Transformer, TransformerConfig
-from annotated_transformer.translator import Translator
-from annotated_transformer.vocabulary import train_tokenizer, write_whole
+from annotated_transformer.v1.batches import BatchLoader, encode_pairs
+from annotated_transformer.v1.corpora import CorpusConfig, load_corpus
+from annotated_transformer.v1.optimizer import learning_rate, make_optimizer, set_rate
+from annotated_transformer.v1.scoring import perplexity, score
+from annotated_transformer.v1.training import batch_loss, validate
+from annotated_transformer.v1.transformer import Transformer, TransformerConfig
+from annotated_transformer.v1.translator import Translator
+from annotated_transformer.v1.vocabulary import train_tokenizer, write_whole
 from record import RESULTS, about
 
 SEEDS = (1, 2, 3)

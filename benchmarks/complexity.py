@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from annotated_transformer.attention import MultiHeadAttention, attention, join_heads, split_heads
-from annotated_transformer.complexity import LocalAttention, held_bytes
-from annotated_transformer.vocabulary import write_whole
+from annotated_transformer.v1.attention import MultiHeadAttention, attention, join_heads, split_heads
+from annotated_transformer.v1.complexity import LocalAttention, held_bytes
+from annotated_transformer.v1.vocabulary import write_whole
 from record import RESULTS, about
 
 SEED = 1

@@ -24,15 +24,15 @@ from unittest.mock import patch
 
 import torch
 
-from annotated_transformer import decoding
-from annotated_transformer.batches import pad_rows
-from annotated_transformer.checkpoints import fingerprint
-from annotated_transformer.corpora import CorpusConfig, load_corpus
-from annotated_transformer.decoding import DecodingConfig, beam_search, greedy
-from annotated_transformer.interop import export_ctranslate2, export_marian
-from annotated_transformer.scoring import score
-from annotated_transformer.translator import ModelFolder
-from annotated_transformer.vocabulary import BOS, EOS, PAD, write_whole
+from annotated_transformer.v1 import decoding
+from annotated_transformer.v1.batches import pad_rows
+from annotated_transformer.v1.checkpoints import fingerprint
+from annotated_transformer.v1.corpora import CorpusConfig, load_corpus
+from annotated_transformer.v1.decoding import DecodingConfig, beam_search, greedy
+from annotated_transformer.v1.interop import export_ctranslate2, export_marian
+from annotated_transformer.v1.scoring import score
+from annotated_transformer.v1.translator import ModelFolder
+from annotated_transformer.v1.vocabulary import BOS, EOS, PAD, write_whole
 from record import RESULTS, about
 from train_speed import forget_peak, resident
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from sacrebleu.metrics import BLEU
 
-from annotated_transformer.corpora import CorpusConfig, load_corpus, stream_lines
-from annotated_transformer.scoring import lowercased_tokenized
-from annotated_transformer.vocabulary import write_whole
+from annotated_transformer.v1.corpora import CorpusConfig, load_corpus, stream_lines
+from annotated_transformer.v1.scoring import lowercased_tokenized
+from annotated_transformer.v1.vocabulary import write_whole
 
 SPLITS = {'': 'train', 'val-': 'val', 'test-': 'test_2016_flickr'} # of the cut text, by how their flags begin
 STUDENT = ('--d-model 256 --d-ff 512 --dropout 0.2 --max-tokens 4096 --peak-rate 2.5e-3 --warmup 1000 '

@@ -21,19 +21,19 @@ from pathlib import Path
 
 import torch
 
-from annotated_transformer.batches import BatchLoader, encode_pairs, pad_rows
-from annotated_transformer.checkpoints import fingerprint, origin
-from annotated_transformer.corpora import CorpusConfig, load_corpus
-from annotated_transformer.decoding import greedy
-from annotated_transformer.heads import (
+from annotated_transformer.v1.batches import BatchLoader, encode_pairs, pad_rows
+from annotated_transformer.v1.checkpoints import fingerprint, origin
+from annotated_transformer.v1.corpora import CorpusConfig, load_corpus
+from annotated_transformer.v1.decoding import greedy
+from annotated_transformer.v1.heads import (
     KINDS, Head, gradient_importance, heads_of, leave_one_out, normalized,
     prune_heads, pruning_curve, rank_correlation, tune_gates)
-from annotated_transformer.recipe import evaluate
-from annotated_transformer.training import validate
-from annotated_transformer.transformer import count_parameters
-from annotated_transformer.translator import ModelFolder, Translator
-from annotated_transformer.visualize import head_habits
-from annotated_transformer.vocabulary import write_whole
+from annotated_transformer.v1.recipe import evaluate
+from annotated_transformer.v1.training import validate
+from annotated_transformer.v1.transformer import count_parameters
+from annotated_transformer.v1.translator import ModelFolder, Translator
+from annotated_transformer.v1.visualize import head_habits
+from annotated_transformer.v1.vocabulary import write_whole
 from record import RESULTS, about
 
 ROOT = Path(__file__).parents[1]

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from annotated_transformer.batches import BatchLoader
-from annotated_transformer.checkpoints import checkpoints, read_log
-from annotated_transformer.training import TrainConfig, Trainer
-from annotated_transformer.transformer import Transformer, TransformerConfig
-from annotated_transformer.vocabulary import write_whole
+from annotated_transformer.v1.batches import BatchLoader
+from annotated_transformer.v1.checkpoints import checkpoints, read_log
+from annotated_transformer.v1.training import TrainConfig, Trainer
+from annotated_transformer.v1.transformer import Transformer, TransformerConfig
+from annotated_transformer.v1.vocabulary import write_whole
 from record import RESULTS, about
 
 MODEL = TransformerConfig(40, n_layers=1, d_model=32, d_ff=64, n_heads=2, max_len=16, dropout=0.1)

@@ -16,14 +16,14 @@ import numpy as np
 import psutil
 import torch
 
-from annotated_transformer.batches import BatchLoader, padding_share
-from annotated_transformer.corpora import load_corpus
-from annotated_transformer.large_corpora import len_cores, open_pairs, tokenizer_for
-from annotated_transformer.optimizer import make_optimizer
-from annotated_transformer.toy_languages import toy_pairs
-from annotated_transformer.training import batch_loss
-from annotated_transformer.transformer import Transformer, TransformerConfig
-from annotated_transformer.vocabulary import load_tokenizer, write_whole
+from annotated_transformer.v1.batches import BatchLoader, padding_share
+from annotated_transformer.v1.corpora import load_corpus
+from annotated_transformer.v1.large_corpora import len_cores, open_pairs, tokenizer_for
+from annotated_transformer.v1.optimizer import make_optimizer
+from annotated_transformer.v1.toy_languages import toy_pairs
+from annotated_transformer.v1.training import batch_loss
+from annotated_transformer.v1.transformer import Transformer, TransformerConfig
+from annotated_transformer.v1.vocabulary import load_tokenizer, write_whole
 
 from record import RESULTS, about
 

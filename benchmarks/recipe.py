@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
-from annotated_transformer.checkpoints import average_checkpoints, checkpoints
-from annotated_transformer.corpora import CorpusConfig, load_corpus
-from annotated_transformer.recipe import RECIPES, evaluate
-from annotated_transformer.translator import Translator
-from annotated_transformer.vocabulary import write_whole
+from annotated_transformer.v1.checkpoints import average_checkpoints, checkpoints
+from annotated_transformer.v1.corpora import CorpusConfig, load_corpus
+from annotated_transformer.v1.recipe import RECIPES, evaluate
+from annotated_transformer.v1.translator import Translator
+from annotated_transformer.v1.vocabulary import write_whole
 from record import RESULTS, about, machine
 
 RECIPE = 'multi30k-en-de'

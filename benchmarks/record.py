@@ -11,15 +11,15 @@ import argparse, itertools, json, platform, shlex, sys, time
 from datetime import date
 from pathlib import Path
 
-from annotated_transformer.checkpoints import fingerprint
-from annotated_transformer.corpora import CorpusConfig, load_corpus
-from annotated_transformer.large_corpora import len_cores
-from annotated_transformer.recipe import evaluate, versions
-from annotated_transformer.scoring import CUT, bleu_interval, report, tokenized_bleu
-from annotated_transformer.training import timed_log
-from annotated_transformer.transformer import count_parameters
-from annotated_transformer.translator import Translator
-from annotated_transformer.vocabulary import write_whole
+from annotated_transformer.v1.checkpoints import fingerprint
+from annotated_transformer.v1.corpora import CorpusConfig, load_corpus
+from annotated_transformer.v1.large_corpora import len_cores
+from annotated_transformer.v1.recipe import evaluate, versions
+from annotated_transformer.v1.scoring import CUT, bleu_interval, report, tokenized_bleu
+from annotated_transformer.v1.training import timed_log
+from annotated_transformer.v1.transformer import count_parameters
+from annotated_transformer.v1.translator import Translator
+from annotated_transformer.v1.vocabulary import write_whole
 
 RESULTS = Path(__file__).parent / 'results'
 PATHS = 'data_dir', 'src', 'tgt', 'val_src', 'val_tgt', 'test_src', 'test_tgt', 'tsv', 'extra_src', 'extra_tgt'

@@ -22,17 +22,17 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm, trange
 
-from annotated_transformer.batches import BatchLoader, encode_pairs
-from annotated_transformer.checkpoints import build
-from annotated_transformer.corpora import CorpusConfig, load_corpus
-from annotated_transformer.optimizer import learning_rate, make_optimizer
-from annotated_transformer.recipe import default_run
-from annotated_transformer.recurrent import RecurrentConfig
-from annotated_transformer.scoring import brief, score, score_by_length
-from annotated_transformer.training import Objective, noting_signals, seed_step, train_step, validate
-from annotated_transformer.transformer import count_parameters
-from annotated_transformer.translator import Translator
-from annotated_transformer.vocabulary import train_tokenizer, write_whole
+from annotated_transformer.v1.batches import BatchLoader, encode_pairs
+from annotated_transformer.v1.checkpoints import build
+from annotated_transformer.v1.corpora import CorpusConfig, load_corpus
+from annotated_transformer.v1.optimizer import learning_rate, make_optimizer
+from annotated_transformer.v1.recipe import default_run
+from annotated_transformer.v1.recurrent import RecurrentConfig
+from annotated_transformer.v1.scoring import brief, score, score_by_length
+from annotated_transformer.v1.training import Objective, noting_signals, seed_step, train_step, validate
+from annotated_transformer.v1.transformer import count_parameters
+from annotated_transformer.v1.translator import Translator
+from annotated_transformer.v1.vocabulary import train_tokenizer, write_whole
 from record import RESULTS, about
 
 SEED, WARMUP = 1, 100

@@ -11,10 +11,10 @@ import argparse, json, tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from annotated_transformer.checkpoints import read_log
-from annotated_transformer.corpora import load_corpus
-from annotated_transformer.recipe import default_run, evaluate, train_translator
-from annotated_transformer.vocabulary import write_whole
+from annotated_transformer.v1.checkpoints import read_log
+from annotated_transformer.v1.corpora import load_corpus
+from annotated_transformer.v1.recipe import default_run, evaluate, train_translator
+from annotated_transformer.v1.vocabulary import write_whole
 from record import RESULTS, about
 
 SHIPPED = Path(__file__).parents[1] / 'annotated_transformer/data/toy-ende'

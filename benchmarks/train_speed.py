@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from annotated_transformer.batches import BatchLoader, encode_pairs
-from annotated_transformer.corpora import CorpusConfig, load_corpus
-from annotated_transformer.layers import Dropout
-from annotated_transformer.optimizer import make_optimizer
-from annotated_transformer.positions import SinusoidalPositions
-from annotated_transformer.training import Objective, TrainConfig, train_step
-from annotated_transformer.transformer import Transformer, TransformerConfig, count_parameters
-from annotated_transformer.vocabulary import PAD, train_tokenizer, write_whole
+from annotated_transformer.v1.batches import BatchLoader, encode_pairs
+from annotated_transformer.v1.corpora import CorpusConfig, load_corpus
+from annotated_transformer.v1.layers import Dropout
+from annotated_transformer.v1.optimizer import make_optimizer
+from annotated_transformer.v1.positions import SinusoidalPositions
+from annotated_transformer.v1.training import Objective, TrainConfig, train_step
+from annotated_transformer.v1.transformer import Transformer, TransformerConfig, count_parameters
+from annotated_transformer.v1.vocabulary import PAD, train_tokenizer, write_whole
 from record import RESULTS, about
 
 ROOT = Path(__file__).parents[1]

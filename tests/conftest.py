@@ -5,8 +5,9 @@ from pathlib import Path
 from jaxtyping import install_import_hook
 
 # Before anything imports the package. The grammar of toy_languages has no shapes, and makes a million small calls.
-MODULES = [f'annotated_transformer.{path.stem}'
-           for path in (Path(__file__).parents[1]/'annotated_transformer').glob('*.py')
+ROOT = Path(__file__).parents[1]
+MODULES = ['.'.join(path.relative_to(ROOT).with_suffix('').parts)
+           for path in (ROOT/'annotated_transformer').rglob('*.py')
            if path.stem not in ('__init__', 'toy_languages')]
 install_import_hook(MODULES, 'beartype.beartype')
 

@@ -94,9 +94,10 @@ def test_development_tools_are_not_there(installed, elsewhere):
 
 
 def test_every_module_imports(installed, elsewhere):
-    names = [p.stem for p in sorted((ROOT/'annotated_transformer').glob('*.py')) if not p.stem.startswith('_')]
+    names = ['.'.join(p.relative_to(ROOT).with_suffix('').parts)
+             for p in sorted((ROOT/'annotated_transformer').rglob('*.py')) if not p.stem.startswith('_')]
     where = call(installed[0], '-c', ';'.join(['import annotated_transformer', *(
-        f'import annotated_transformer.{n}' for n in names), 'print(annotated_transformer.__file__)']), cwd=elsewhere)
+        f'import {n}' for n in names), 'print(annotated_transformer.__file__)']), cwd=elsewhere)
     assert Path(where.strip()).is_relative_to(elsewhere)
 
 
@@ -104,9 +105,9 @@ def test_a_small_real_use(installed, elsewhere):
     "A model that has learned nothing still encodes, decodes and stops."
     call(installed[0], '-c', '''
 import torch
-from annotated_transformer.decoding import greedy
-from annotated_transformer.transformer import Transformer, TransformerConfig
-from annotated_transformer.vocabulary import BOS, EOS
+from annotated_transformer.v1.decoding import greedy
+from annotated_transformer.v1.transformer import Transformer, TransformerConfig
+from annotated_transformer.v1.vocabulary import BOS, EOS
 torch.manual_seed(0)
 config = TransformerConfig(vocab_size=23, n_layers=2, d_model=16, d_ff=32, n_heads=4)
 model = Transformer(config).eval()

@@ -8,9 +8,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / 'benchmarks'))
 import recipe, record
 
-from annotated_transformer.corpora import Corpus, CorpusConfig, load_corpus
-from annotated_transformer.recipe import RECIPES, evaluate
-from annotated_transformer.translator import SHIPPED, Translator
+from annotated_transformer.v1.corpora import Corpus, CorpusConfig, load_corpus
+from annotated_transformer.v1.recipe import RECIPES, evaluate
+from annotated_transformer.v1.translator import SHIPPED, Translator
 
 @pytest.fixture
 def corpus(monkeypatch):
