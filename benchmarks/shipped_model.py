@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train the model that ships inside the package: toy EN-DE by its recipe, scored on all of its test splits.
 
-    python benchmarks/shipped_model.py # some minutes on two cores; into annotated_transformer/data/toy-ende
+    python benchmarks/shipped_model.py # some minutes on two cores; into annotated_transformer/v1/data/toy-ende
     python benchmarks/shipped_model.py --out /tmp/again # the same elsewhere, to compare
 
 The record is the folder's own training.json, and results/shipped-model.log.jsonl beside it:
@@ -17,7 +17,7 @@ from annotated_transformer.v1.recipe import default_run, evaluate, train_transla
 from annotated_transformer.v1.vocabulary import write_whole
 from record import RESULTS, about
 
-SHIPPED = Path(__file__).parents[1] / 'annotated_transformer/data/toy-ende'
+SHIPPED = Path(__file__).parents[1] / 'annotated_transformer/v1/data/toy-ende'
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -134,7 +134,7 @@ def attention_maps(
 
 # %% ../../nbs/v1_23_translator.ipynb #13-61e1fd
 FILES = 'config.json', 'model.safetensors', 'tokenizer.json', 'training.json' # what a model's folder holds
-SHIPPED = Path(str(files('annotated_transformer'))) / 'data/toy-ende' # trained on toy EN-DE; it comes with the package
+SHIPPED = Path(str(files('annotated_transformer'))) / 'v1/data/toy-ende' # trained on toy EN-DE; it comes with the package
 
 class ModelFolder:
     "A trained model, its tokenizer and what made them, kept in a folder. ValueError if their vocabularies differ."

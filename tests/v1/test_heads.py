@@ -181,7 +181,7 @@ def test_files(tmp_path):
 
 @pytest.fixture(scope='module')
 def toy():
-    return Translator.load(Path(decoding.__file__).parents[1]/'data/toy-ende')
+    return Translator.load(Path(decoding.__file__).parent/'data/toy-ende')
 
 
 def test_translators(toy, tmp_path):
