@@ -5,27 +5,27 @@
 # %% auto #0
 __all__ = ['Pair', 'pad_rows', 'Batch', 'collate', 'token_batches', 'BatchLoader', 'encode_pairs']
 
-# %% ../nbs/06_data.ipynb #a8f74504
+# %% ../nbs/06_data.ipynb #bat002
+import random
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from .vocabulary import BOS, EOS, PAD, Tokenizer
 
-Pair = tuple[Sequence[int], Sequence[int]] # source ids and target ids, without special tokens
+Pair = tuple[Sequence[int], Sequence[int]] # ids of a source and of its target, without special tokens
 
-# %% ../nbs/06_data.ipynb #0de61fd9
+# %% ../nbs/06_data.ipynb #bat003
 def pad_rows(
     rows: Sequence[Sequence[int]], # ids of each sentence
     first: int | None = None,      # id to put before each sentence
     last: int | None = None,       # id to put after each sentence
 ) -> Int[Tensor, "batch n"]:
-    "Stack sentences into one tensor, filled up with PAD on the right."
+    "Stack sentences as the rows of one tensor, padded on the right to the longest."
     before = [] if first is None else [first]
     after = [] if last is None else [last]
     complete = [[*before, *row, *after] for row in rows]
@@ -33,36 +33,36 @@ def pad_rows(
     padded = [row + [PAD] * (n - len(row)) for row in complete]
     return torch.tensor(padded, dtype=torch.long).reshape(len(rows), n)
 
-# %% ../nbs/06_data.ipynb #adacbf88
+# %% ../nbs/06_data.ipynb #bat004
 @dataclass
 class Batch:
     "Sentence pairs as two padded tensors: source + EOS, and BOS + target + EOS."
-    src: Int[Tensor, "batch n"]
-    tgt: Int[Tensor, "batch m_plus_1"]
+    src: Int[Tensor, "batch n"]        # ids of the sources
+    tgt: Int[Tensor, "batch m_plus_1"] # ids of the targets
 
     @property
     def tgt_in(self) -> Int[Tensor, "batch m"]:
-        "The decoder's input: all but the last column."
+        "The decoder's input: all columns but the last."
         return self.tgt[:, :-1]
 
     @property
     def tgt_out(self) -> Int[Tensor, "batch m"]:
-        "The tokens to predict: all but the first column."
+        "The tokens to predict: all columns but the first."
         return self.tgt[:, 1:]
 
     @property
     def n_tokens(self) -> int:
-        "Number of target tokens to predict: EOS counts, padding does not."
+        "The number of tokens to predict: EOS counts, padding does not."
         return int((self.tgt_out != PAD).sum())
 
     def to(self, device: torch.device | str) -> 'Batch':
-        "Copy the batch to a device."
+        "Return the batch on a device."
         return Batch(self.src.to(device), self.tgt.to(device))
 
     def __len__(self) -> int:
         return len(self.src)
 
-# %% ../nbs/06_data.ipynb #6571054e
+# %% ../nbs/06_data.ipynb #bat005
 def collate(
     pairs: Sequence[Pair], # the pairs of one batch
 ) -> Batch:
@@ -71,48 +71,57 @@ def collate(
     tgt = pad_rows([tgt for _, tgt in pairs], first=BOS, last=EOS)
     return Batch(src, tgt)
 
-# %% ../nbs/06_data.ipynb #753e4c5c
+# %% ../nbs/06_data.ipynb #bat006
 def token_batches(
-    pairs: Sequence[Pair],
-    max_tokens: int,                         # padded tokens of a batch on either side, at most
-    rng: np.random.Generator | None = None,  # shuffles the batches; None: shortest pairs first
-) -> list[list[int]]: # indices into `pairs`, each exactly once
+    lengths: Sequence[tuple[int, int]], # source and target length of each pair, special tokens included
+    max_tokens: int,      # limit for the tokens of a batch on either side, padding included
+    seed: int = 0,        # with `epoch`, decides how pairs are shuffled
+    epoch: int = 0,       # each epoch is shuffled differently
+    shuffle: bool = True, # False: shortest pairs first, the same in every epoch
+) -> list[list[int]]: # indices of the pairs of each batch; each pair occurs once
     """Batch pairs of similar length (section 5.1).
 
     Raises ValueError for a pair that is longer than `max_tokens`.
     """
-    lengths = [max(len(src), len(tgt)) + 1 for src, tgt in pairs]
-    for i, length in enumerate(lengths):
-        if length > max_tokens:
-            raise ValueError(f'pair {i} has {length} tokens, more than max_tokens={max_tokens}: '
+    longer = [max(n_src, n_tgt) for n_src, n_tgt in lengths]
+    for i, n in enumerate(longer):
+        if n > max_tokens:
+            raise ValueError(f'pair {i} has {n} tokens, more than max_tokens={max_tokens}: '
                              'raise max_tokens, or truncate the sentences (max_len)')
-    noise = np.zeros(len(pairs)) if rng is None else rng.random(len(pairs)) # shuffles pairs of equal length
-    order = np.lexsort((noise, lengths))
+    rng = random.Random(f'{seed} {epoch}')
+    order = list(range(len(lengths)))
+    if shuffle:
+        rng.shuffle(order)
+    order.sort(key=lambda i: longer[i]) # pairs of equal length stay shuffled
     batches = []
-    for i in order.tolist():
-        if batches and lengths[i] * (len(batches[-1]) + 1) <= max_tokens:
+    for i in order:
+        if batches and longer[i] * (len(batches[-1]) + 1) <= max_tokens:
             batches[-1].append(i)
         else:
             batches.append([i])
-    if rng is not None:
+    if shuffle:
         rng.shuffle(batches)
     return batches
 
-# %% ../nbs/06_data.ipynb #3d94736a
+# %% ../nbs/06_data.ipynb #bat007
 class BatchLoader:
-    "The training batches of each epoch, in an order that depends only on the seed and the epoch."
+    """The batches of each epoch. They depend on the pairs, the seed and the epoch alone.
+
+    Raises ValueError for a pair that is longer than `max_tokens`.
+    """
     def __init__(
         self,
         pairs: Sequence[Pair],
-        max_tokens: int,      # padded tokens of a batch on either side, at most
-        seed: int = 0,        # of the order
-        shuffle: bool = True, # False: shortest first, the same in every epoch
+        max_tokens: int,      # limit for the tokens of a batch on either side, padding included
+        seed: int = 0,        # decides how pairs are shuffled
+        shuffle: bool = True, # False: shortest pairs first, the same in every epoch
     ):
         self.pairs = pairs
         self.max_tokens = max_tokens
         self.seed = seed
         self.shuffle = shuffle
-        self.n_batches = len(token_batches(pairs, max_tokens))
+        self.lengths = [(len(src) + 1, len(tgt) + 1) for src, tgt in pairs]
+        self.n_batches = len(token_batches(self.lengths, max_tokens)) # the same in every epoch
 
     def __len__(self) -> int:
         return self.n_batches
@@ -122,18 +131,17 @@ class BatchLoader:
         epoch: int, # counted from 0
     ) -> Iterator[Batch]:
         "Yield the batches of one epoch."
-        rng = np.random.default_rng([self.seed, epoch]) if self.shuffle else None
-        for indices in token_batches(self.pairs, self.max_tokens, rng):
+        for indices in token_batches(self.lengths, self.max_tokens, self.seed, epoch, self.shuffle):
             yield collate([self.pairs[i] for i in indices])
 
-# %% ../nbs/06_data.ipynb #01d72d05
+# %% ../nbs/06_data.ipynb #bat008
 def encode_pairs(
-    pairs: Sequence[tuple[str, str]], # source text, target text
-    tokenizer: Tokenizer,
-    langs: Sequence[str],             # source language, target language
-    max_len: int | None = None,       # positions of the model; longer sentences are truncated with a warning
+    pairs: Sequence[tuple[str, str]], # source text and target text
+    tokenizer: Tokenizer,             # turns text into ids
+    langs: Sequence[str],             # source language and target language
+    max_len: int | None = None,       # positions of the model: longer sentences are truncated
 ) -> list[Pair]:
-    "Turn sentence pairs into ids, without special tokens."
+    "Turn sentence pairs into ids, without special tokens. Warns if it truncates any."
     src = tokenizer.encode_batch([src for src, _ in pairs], langs[0])
     tgt = tokenizer.encode_batch([tgt for _, tgt in pairs], langs[1])
     if max_len is None:
@@ -141,6 +149,6 @@ def encode_pairs(
     limit = max_len - 1 # one position is for EOS or BOS
     n_long = sum(len(s) > limit or len(t) > limit for s, t in zip(src, tgt))
     if n_long:
-        warnings.warn(f'{n_long} of {len(pairs)} sentence pairs are longer than {max_len} positions '
+        warnings.warn(f'{n_long} of {len(pairs)} sentence pairs have more than {max_len} positions '
                       'and were truncated', stacklevel=2)
     return [(s[:limit], t[:limit]) for s, t in zip(src, tgt)]
