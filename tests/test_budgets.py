@@ -65,10 +65,8 @@ def test_page_is_within_its_budget(page):
     assert not too_long, f'{page.name} exceeds its budget of {limits}: {too_long}'
 
 
-@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.stem)
-def test_code_fits_the_width_of_a_page(page):
-    if page.stem in NOT_REBUILT:
-        pytest.skip('not rebuilt yet')
+@pytest.mark.parametrize('page', [page for page in PAGES if is_core(page)], ids=lambda page: page.stem)
+def test_code_of_the_core_path_fits_the_width_of_a_page(page):
     too_wide = [line for line in code_lines(page) if len(line) > MAX_COLUMNS]
     assert not too_wide, f'{page.name}: lines of more than {MAX_COLUMNS} columns: {too_wide}'
 
@@ -89,5 +87,5 @@ def test_module_is_short(module):
 
 
 def test_all_pages_together_are_small():
-    size = sum(page.stat().st_size for page in NBS.glob('*.ipynb'))
+    size = sum(page.stat().st_size for page in NBS.glob('*.ipynb') if not page.name.startswith('v1_'))
     assert size < MAX_BYTES
