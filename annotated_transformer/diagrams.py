@@ -10,9 +10,9 @@ __all__ = ['attention', 'heads', 'positions', 'layer', 'layers', 'norms', 'trans
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from annotated_transformer.plotting import (
-    BLUE, GOLD, GREEN, GREY, ORANGE, PALE, PINK, PURPLE, RED, TEAL, arrow, box, canvas, color_map, escape, frame, label,
-    mask_icon, matrix, plus)
+from .plotting import (
+    BLUE, GOLD, GREEN, GREY, ORANGE, PALE, PINK, PURPLE, RED, TEAL, arrow, box, canvas, color_map, frame, label,
+    mask_icon, matrix, plus, swatches)
 
 # %% ../nbs/92_diagrams.ipynb #diag005
 def attention() -> None:
@@ -31,7 +31,7 @@ def attention() -> None:
     matrix(ax, 5.25, y, attended, 'weights', '(m, n)')
     matrix(ax, 6.25, y, values, 'value', '(n, d_v)')
     matrix(ax, 7.05, y, rows(GREEN, 2), 'output', '(m, d_v)')
-    for x, sign in [(0.79, '×'), (2.22, r'$\div\sqrt{d_k}$'), (2.69, '='), (5.92, '×'), (6.63, '=')]:
+    for x, sign in [(0.79, '×'), (2.2, '÷ √d_k'), (2.69, '='), (5.92, '×'), (6.63, '=')]:
         label(ax, x, y, sign, 12)
     arrow(ax, (3.95, y), (4.66, y))
     label(ax, 4.28, y + 0.16, 'mask', 9)
@@ -64,13 +64,13 @@ def heads() -> None:
         arrow(ax, head.right, result.left, color=color)
         enter = 2.15 + 0.12 * (1 - i)
         arrow(ax, result.right, (5.27, y), (5.27, enter), (5.42, enter), color=color, radius=0.05 if i != 1 else 0)
-    label(ax, 2.75, 4.05, 'split_heads', 8, code=True)
+    label(ax, 2.62, 4.02, 'split_heads', 8, code=True)
     merged = matrix(ax, 5.8, 2.15, [bands] * 3, cell=0.12)
     label(ax, 5.8, 2.48, 'merge_heads', 8, code=True)
     label(ax, 5.34, 1.8, '(m, n_heads * d_v)', 8, code=True, ha='left')
-    output = matrix(ax, 7.05, 2.15, [[GREY] * 6] * 3, 'output', '(m, d_model)', 0.12)
+    output = matrix(ax, 7.1, 2.15, [[GREY] * 6] * 3, 'output', '(m, d_model)', 0.12)
     arrow(ax, merged.right, output.left)
-    label(ax, 6.42, 2.28, 'out_proj', 8, code=True)
+    label(ax, 6.44, 2.28, 'out_proj', 8, code=True)
 
 # %% ../nbs/92_diagrams.ipynb #diag007
 def positions() -> None:
@@ -81,7 +81,7 @@ def positions() -> None:
     angles = np.arange(5)[:, None] * 5 ** (-np.arange(0, d, 2) / 2)
     table = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(5, d)
     shade = color_map(TEAL, PINK, opaque=False)
-    columns = [(2.55, embeddings, 'embeddings'), (4.5, table, 'positions'), (6.45, embeddings + table, 'x')]
+    columns = [(2.45, embeddings, 'embeddings'), (4.38, table, 'positions'), (6.3, embeddings + table, 'x')]
     for x, values, name in columns:
         place = matrix(ax, x, y, shade(values / 3 + 0.5), name, '(n, d_model)', cell)
         for row in (0, 3):
@@ -93,21 +93,23 @@ def positions() -> None:
         color = GOLD if word == 'the' else GREY
         label(ax, 0.45, height, word, 9, color, ha='right')
         label(ax, 0.85, height, number, 9, color, code=True, ha='right')
-        label(ax, 7.3, height, word, 9, color, ha='left')
+        label(ax, 7.15, height, word, 9, color, ha='left')
     label(ax, 0.76, place.top[1] + 0.13, 'ids', 9, bold=True)
-    arrow(ax, (0.95, y), (1.72, y))
-    label(ax, 1.32, y + 0.13, 'src_embed', 8, code=True)
-    label(ax, 1.32, y - 0.16, '× √d_model', 8, code=True)
-    label(ax, 3.53, y, '+', 13)
-    label(ax, 5.48, y, '=', 13)
+    arrow(ax, (0.95, y), (1.62, y))
+    label(ax, 1.27, y + 0.13, 'src_embed', 8, code=True)
+    label(ax, 1.27, y - 0.16, '× √d_model', 8, code=True)
+    label(ax, 3.41, y, '+', 13)
+    label(ax, 5.34, y, '=', 13)
 
 # %% ../nbs/92_diagrams.ipynb #diag009
-def draw_residual(ax, x, y, name, sublayer, color, norm) -> tuple:
+def draw_residual(ax, x, y, name, sublayer, color, norm):
     "One residual connection around one sublayer, with its lower end at height `y`. Returns the sublayer's box."
     parts = ['norm', sublayer, 'dropout', '+'] if norm == 'pre' else [sublayer, 'dropout', '+', 'norm']
     colors = {'norm': ORANGE, 'dropout': GREY, sublayer: color}
+    skip = dict(color=BLUE, width=2.2)
     frame(ax, x - 1.05, y, x + 1.15, y + 2.2, name)
-    height, last, places = y + 0.42, (x, y - 0.15), {}
+    arrow(ax, (x, y - 0.2), (x, y + 0.13), head=False, **skip)
+    height, last, places = y + 0.42, (x, y + 0.12), {}
     for part in parts:
         if part == '+':
             places[part] = plus(ax, x, height)
@@ -116,8 +118,8 @@ def draw_residual(ax, x, y, name, sublayer, color, norm) -> tuple:
         arrow(ax, last, places[part].bottom)
         last = places[part].top
         height += 0.45
-    arrow(ax, last, (x, y + 2.2), head=False)
-    arrow(ax, (x, y + 0.12), (x + 0.95, y + 0.12), (x + 0.95, places['+'].y), places['+'].right, color=BLUE, width=2.2)
+    arrow(ax, (x, y + 0.12), (x + 0.95, y + 0.12), (x + 0.95, places['+'].y), places['+'].right, **skip)
+    arrow(ax, last, (x, y + 2.2), head=False, **(skip if norm == 'pre' else {}))
     return places[sublayer]
 
 def draw_layer(ax, x, kind, norm) -> None:
@@ -127,7 +129,6 @@ def draw_layer(ax, x, kind, norm) -> None:
     if kind == 'decoder':
         parts.insert(1, ('cross_attention', PURPLE))
     label(ax, x, 0.1, f'x (batch, {length}, d_model)', 8, code=True)
-    arrow(ax, (x, 0.2), (x, 0.4), head=False)
     y = 0.4
     for i, (sublayer, color) in enumerate(parts, 1):
         place = draw_residual(ax, x, y, f'residual{i}', sublayer, color, norm)
@@ -161,18 +162,23 @@ def layers(
 ) -> None:
     "An encoder layer beside a decoder layer."
     ax = canvas(7.5, 7.9)
-    draw_layer(ax, 2.1, 'encoder', norm)
-    draw_layer(ax, 6.0, 'decoder', norm)
+    draw_layer(ax, 1.8, 'encoder', norm)
+    draw_layer(ax, 6.25, 'decoder', norm)
+    swatches(ax, 0.75, 7.6, {'skip path': BLUE, 'attention; may attend': PURPLE, 'masked': PALE,
+                             'feed-forward network': TEAL, 'layer norm': ORANGE, 'from the encoder': GREEN})
 
 def norms() -> None:
-    "Post-norm beside pre-norm: the skip path (blue) and the layer norms."
-    ax = canvas(7.5, 5.6)
-    for x, norm, note in [(1.9, 'post', 'norm(x + dropout(sublayer(x)))'), (5.6, 'pre', 'x + dropout(sublayer(norm(x)))')]:
-        draw_residual(ax, x, 0.2, 'residual1', 'self_attention', PURPLE, norm)
-        draw_residual(ax, x, 2.6, 'residual2', 'feed_forward', TEAL, norm)
-        arrow(ax, (x, 4.8), (x, 5.02))
-        label(ax, x, 5.16, note, 8, code=True)
-        label(ax, x, 5.42, f"norm='{norm}'", 9, code=True, bold=True)
+    "Post-norm beside pre-norm: the skip path (blue) and the layer norms (orange)."
+    ax = canvas(7.5, 5.75)
+    columns = [(1.85, 'post', 'norm(x + dropout(sublayer(x)))', 'every norm interrupts the skip path'),
+               (5.55, 'pre', 'x + dropout(sublayer(norm(x)))', 'nothing interrupts the skip path')]
+    for x, norm, formula, note in columns:
+        draw_residual(ax, x, 0.5, 'residual1', 'self_attention', PURPLE, norm)
+        draw_residual(ax, x, 2.9, 'residual2', 'feed_forward', TEAL, norm)
+        arrow(ax, (x, 5.1), (x, 5.3), **(dict(color=BLUE, width=2.2) if norm == 'pre' else {}))
+        label(ax, x, 5.4, formula, 8, code=True)
+        label(ax, x, 5.63, f"norm='{norm}'", 9, code=True, bold=True)
+        label(ax, x, 0.13, note, 9)
 
 # %% ../nbs/92_diagrams.ipynb #diag012
 def draw_stack(ax, x, bottom, name, parts) -> list:
@@ -211,7 +217,7 @@ def transformer() -> None:
         label(ax, x + 0.08, 2.02, f'(batch, {n}, d_model)', 8, code=True, ha='left')
     self_attention = ('self_attention', 'multi-head attention', PURPLE)
     cross_attention = ('cross_attention', 'multi-head attention', PURPLE)
-    masked_attention = ('self_attention', 'masked multi-head att.', PURPLE)
+    masked_attention = ('self_attention', 'masked multi-head attention', PURPLE)
     feed_forward = ('feed_forward', 'feed-forward network', TEAL)
     encoder = draw_stack(ax, src, 2.2, 'encoder', [self_attention, feed_forward])
     decoder = draw_stack(ax, tgt, 2.2, 'decoder', [masked_attention, cross_attention, feed_forward])
@@ -231,10 +237,12 @@ def transformer() -> None:
     label(ax, 3.92, enter + 0.12, 'key, value', 8, GREEN)
     label(ax, tgt - 0.06, decoder[1].bottom[1] - 0.2, 'query', 8, ha='right')
     lm_head = box(ax, tgt, 6.9, 'lm_head', 'linear', GOLD, 1.7)
-    arrow(ax, decoder[-1].top, lm_head.bottom)
+    arrow(ax, (tgt, decoder[-1].top[1]), lm_head.bottom)
     label(ax, tgt + 0.08, 6.45, '(batch, m, d_model)', 8, code=True, ha='left')
     arrow(ax, lm_head.top, (tgt, 7.42))
     label(ax, tgt, 7.55, 'logits (batch, m, vocab_size)', 8.5, code=True)
+    swatches(ax, 0.95, 7.5, {'skip path': BLUE, 'attention; may attend': PURPLE, 'masked': PALE,
+                             'from the encoder to every decoder layer': GREEN, 'one shared matrix': GOLD})
     link = dict(color=GOLD, head=False, style=':', width=1.8)
     arrow(ax, (src + 0.85, 0.6), (left, 0.6), **link)
     arrow(ax, (tgt + 0.85, 0.6), (7.0, 0.6), (7.0, 6.9), (tgt + 0.85, 6.9), **link)
@@ -246,11 +254,10 @@ def tour() -> None:
     src, tgt, width = 1.75, 5.05, 2.3
     def part(x, y, name, note, color, page):
         place = box(ax, x, y, '', '', color, width, 0.48)
-        tab = Rectangle((place.right[0] - 0.4, y - 0.24), 0.32, 0.48, facecolor='#00000030', linewidth=0, zorder=2.1)
-        ax.add_patch(tab)
+        box(ax, place.right[0] - 0.26, y, '', '', '#00000038', 0.36, 0.34)
         label(ax, x - 0.17, y + 0.1, name, 9, 'white', code=True, bold=True)
         label(ax, x - 0.17, y - 0.11, note, 8, 'white')
-        label(ax, place.right[0] - 0.24, y, page, 9, 'white', bold=True)
+        label(ax, place.right[0] - 0.26, y, page, 9, 'white', bold=True)
         return place
     def column(x, text, *places):
         label(ax, x, 0.17, text, 9.5, bold=True)
@@ -263,14 +270,14 @@ def tour() -> None:
              part(x, 1.44, f'{side}_embed', 'one vector per token', GOLD, '04'),
              part(x, 2.1, f'{side}_positions', 'adds the position', PINK, '02'),
              part(x, 2.85, 'self_attention', note, PURPLE, '01')]
-            for x, side, note in [(src, 'src', 'gathers from all tokens'), (tgt, 'tgt', 'gathers from the past')]]
+            for x, side, note in [(src, 'src', 'attends to the source'), (tgt, 'tgt', 'attends to the past')]]
     column(src, 'the small dog sleeps', *both[0], part(src, 3.52, 'feed_forward', 'processes each token', TEAL, '03'))
-    cross = part(tgt, 3.52, 'cross_attention', 'gathers from the source', PURPLE, '01')
+    cross = part(tgt, 3.52, 'cross_attention', 'attends to the source', PURPLE, '01')
     search = part(tgt, 5.82, 'beam_search', 'chooses the next token', BLUE, '08')
     column(tgt, 'BOS der kleine', *both[1], cross, part(tgt, 4.2, 'feed_forward', 'processes each token', TEAL, '03'),
            part(tgt, 5.15, 'lm_head', 'logits of every token', GOLD, '04'), search)
     arrow(ax, (src, 3.76), (src, 4.33), (3.4, 4.33), (3.4, cross.y), cross.left, color=GREEN)
-    label(ax, src, 4.43, 'encoder_output', 8.5, GREEN, code=True, bold=True)
+    label(ax, 2.55, 4.44, 'encoder_output', 8.5, GREEN, code=True, bold=True)
     arrow(ax, search.top, (tgt, 6.26))
     label(ax, tgt, 6.37, 'der kleine Hund schläft', 9.5, bold=True)
     arrow(ax, search.right, (6.75, search.y), (6.75, 0.17), (tgt + 0.68, 0.17), color=BLUE)
@@ -300,15 +307,13 @@ def text_to_batch(
         arrow(ax, (1.38, y), (1.63, y))
         for j, piece in enumerate([*pieces, 'EOS']):
             color = GOLD if piece == 'EOS' else TEAL
-            box(ax, 1.68 + (j + 0.5) * wide, y, '', '', color, wide - 0.04)
-            label(ax, 1.68 + (j + 0.5) * wide, y, escape(piece), 8.5, 'white', bold=True)
+            box(ax, 1.68 + (j + 0.5) * wide, y, piece, '', color, wide - 0.04, code=False)
         arrow(ax, (1.68 + (len(pieces) + 1) * wide, y), (5.25, y))
         for j, number in enumerate([*row, *[pad] * (n - len(row))]):
             color = {pad: PALE, eos: GOLD}.get(number, TEAL)
-            box(ax, 5.3 + (j + 0.5) * narrow, y, '', '', color, narrow - 0.04)
-            label(ax, 5.3 + (j + 0.5) * narrow, y, number, 8.5, GREY if number == pad else 'white', code=True)
+            box(ax, 5.3 + (j + 0.5) * narrow, y, number, '', color, narrow - 0.04)
     label(ax, 6.4, 0.13, '(batch, n)', 8, code=True)
-    label(ax, 0.03, 0.13, f'pale: PAD = {pad}      gold: EOS = {eos}', 8.5, ha='left')
+    swatches(ax, 1.68, 0.13, {f'EOS = {eos}': GOLD, f'PAD = {pad}': PALE}, across=1.0)
 
 def target_shift(
     tokens=('der', 'kleine', 'Hund', 'schläft'), # the target, without special tokens
@@ -349,11 +354,14 @@ def training_loop() -> None:
 
 def cache() -> None:
     "Attention with a key/value cache: each step computes one row of queries, keys and values, and reads the others."
-    ax = canvas(7.5, 3.1)
-    for x, name in [(1.25, 'query'), (2.55, 'keyᵀ'), (4.3, 'weights'), (5.7, 'value'), (6.8, 'output')]:
-        label(ax, x, 2.95, name, 9.5, bold=True)
-    for step, y in [(3, 2.45), (4, 1.65), (5, 0.8)]:
-        label(ax, 0.05, y, f'step {step}', 9, ha='left')
+    ax = canvas(7.5, 3.25)
+    columns = [(1.25, 'query', '(1, d_k)'), (2.55, 'keyᵀ', '(d_k, t)'), (4.3, 'weights', '(1, t)'),
+               (5.7, 'value', '(t, d_v)'), (6.8, 'output', '(1, d_v)')]
+    for x, name, shape in columns:
+        label(ax, x, 3.1, name, 9.5, bold=True)
+        label(ax, x, 2.92, shape, 8, code=True)
+    for step, y in [(3, 2.45), (4, 1.7), (5, 0.82)]:
+        label(ax, 0.05, y, f'step t = {step}', 9, ha='left')
         matrix(ax, 1.25, y, [[BLUE] * 3])
         matrix(ax, 2.15 + 0.08 * step, y, [[(ORANGE, 0.3)] * (step - 1) + [ORANGE]] * 3)
         matrix(ax, 3.9 + 0.08 * step, y, [[PURPLE] * step])
@@ -369,10 +377,13 @@ def cache() -> None:
         label(ax, x + 0.42, 0.14, text, 9, ha='left')
 
 def beam(
-    steps,             # a list for each step: (index of the parent, token, log-probability, 'active' | 'pruned' | 'finished')
+    steps,             # for each step, a list of (index of the parent, token, log-probability, state)
     root: str = 'BOS', # what the search starts from
 ) -> None:
-    "A beam search as a tree, one column for each step. A parent is an index into the list of the step before."
+    """A beam search as a tree, one column for each step.
+
+    A parent is an index into the list of the step before; a state is 'active', 'finished' or 'pruned'.
+    """
     colors = {'active': BLUE, 'finished': GREEN, 'pruned': PALE}
     most = max(map(len, steps))
     spacing = 6.9 / len(steps)
@@ -383,16 +394,12 @@ def beam(
     for k, step in enumerate(steps):
         places = []
         for i, (parent, token, log_prob, state) in enumerate(step):
-            dim = state == 'pruned'
             x, y = 0.55 + (k + 1) * spacing - width / 2, middle + 0.54 * ((len(step) - 1) / 2 - i)
-            place = box(ax, x, y, token, f'{log_prob:.2f}', colors[state], width, 0.44, code=False,
-                        text_color=GREY if dim else 'white')
-            arrow(ax, before[parent].right, place.left, width=0.8 if dim else 1.6)
+            place = box(ax, x, y, token, f'{log_prob:.2f}', colors[state], width, 0.44, code=False)
+            arrow(ax, before[parent].right, place.left, width=0.8 if state == 'pruned' else 1.6)
             places.append(place)
         before = places
-    for x, state in [(2.4, 'active'), (3.5, 'finished'), (4.7, 'pruned')]:
-        ax.add_patch(Rectangle((x, 0.06), 0.14, 0.14, facecolor=colors[state], linewidth=0))
-        label(ax, x + 0.2, 0.13, state, 8.5, ha='left')
+    swatches(ax, 2.4, 0.12, colors, across=1.1)
 
 # %% ../nbs/92_diagrams.ipynb #diag017
 def folder_to_translation() -> None:
@@ -426,11 +433,7 @@ def networks(
 ) -> None:
     "Data parallelism: each process computes the gradient of its shard, and all apply the same average."
     ax = canvas(7.5, 0.8 * n + 0.1)
-    middle = 0.05 + 0.4 * n
-    height = 0.8 * n - 0.2
-    ax.add_patch(Rectangle((4.35, middle - height / 2), 0.95, height, facecolor=RED, linewidth=0, zorder=2))
-    label(ax, 4.825, middle + 0.09, 'all_reduce', 9, 'white', code=True, bold=True, zorder=4)
-    label(ax, 4.825, middle - 0.11, 'mean gradient', 8, 'white', zorder=4)
+    reduce = box(ax, 4.82, 0.05 + 0.4 * n, 'all_reduce', 'mean gradient', RED, 0.95, 0.8 * n - 0.2)
     for rank in range(n):
         y = 0.05 + 0.8 * (n - rank - 0.5)
         frame(ax, 0.05, y - 0.34, 7.45, y + 0.34)
@@ -441,5 +444,5 @@ def networks(
         step = box(ax, 6.35, y, 'optimizer.step()', 'same weights again', GREEN, 1.6)
         arrow(ax, shard.right, model.left)
         arrow(ax, model.right, gradient.left)
-        arrow(ax, gradient.right, (4.35, y))
-        arrow(ax, (5.3, y), step.left)
+        arrow(ax, gradient.right, (reduce.left[0], y))
+        arrow(ax, (reduce.right[0], y), step.left)

@@ -313,6 +313,8 @@ def ribbons(
     return ax
 
 # %% ../nbs/90_plotting.ipynb #plot024
+VEIL = '#8a91a014' # the ground of frames: hardly there, so that text keeps its contrast
+
 class Box(NamedTuple):
     "Where a part of a drawing lies, in inches, and the middles of its sides."
     x: float      # of the centre
@@ -349,24 +351,25 @@ def label(ax, x, y, text, size=8.5, color=GREY, code=False, bold=False, **kwargs
     options = dict(ha='center', va='baseline', linespacing=1.3) | kwargs
     if options['va'] == 'baseline':
         y = y - 0.36 * size / 72 # half the height of a capital: neighbours share a baseline, whatever their letters
-    return ax.text(x, y, escape(text) if code else text, size=size, color=color,
-                   weight='bold' if bold else 'normal',
+    return ax.text(x, y, escape(text), size=size, color=color, weight='bold' if bold else 'normal',
                    family='DejaVu Sans Mono' if code else 'DejaVu Sans', **options)
 
-def box(ax, x, y, name, note='', color=BLUE, width=1.5, height=None, code=True, text_color='white') -> Box:
-    "A filled box centred at (x, y): a name in the font of code, and below it a note in words."
+def box(ax, x, y, name, note='', color=BLUE, width=1.5, height=None, code=True) -> Box:
+    "A filled box centred at (x, y): a name in the font of code, and below it a note in words. PALE gives an outline."
     height = height or (0.46 if note else 0.3)
-    ax.add_patch(FancyBboxPatch((x - width / 2, y - height / 2), width, height, facecolor=color, linewidth=0,
-                                boxstyle='round,pad=0,rounding_size=0.06', zorder=2))
-    label(ax, x, y + (0.09 if note else 0), escape(name), 9, text_color, code, bold=True)
-    if note:
-        label(ax, x, y - 0.11, note, 8, text_color)
+    text_color = GREY if color == PALE else 'white'
+    ax.add_patch(FancyBboxPatch((x - width / 2, y - height / 2), width, height, zorder=2, edgecolor=GREY,
+                                facecolor=VEIL if color == PALE else color, linewidth=0.9 if color == PALE else 0,
+                                boxstyle='round,pad=0,rounding_size=0.06'))
+    size = min(9, 72 * (width - 0.08) / (0.63 * max(len(str(name)), 1)))
+    label(ax, x, y + (0.09 if note else 0), name, size, text_color, code, bold=True)
+    label(ax, x, y - 0.11, note, 8, text_color)
     return Box(x, y, width, height)
 
 def frame(ax, left, bottom, right, top, name='', note='', color=GREY) -> Box:
     "A rounded outline around a part of the drawing: a name in its upper left corner, a note in the upper right one."
     ax.add_patch(FancyBboxPatch((left, bottom), right - left, top - bottom, edgecolor=color, linewidth=1.1,
-                                facecolor='#8a91a014', boxstyle='round,pad=0,rounding_size=0.1', zorder=0.5))
+                                facecolor=VEIL, boxstyle='round,pad=0,rounding_size=0.1', zorder=0.5))
     label(ax, left + 0.1, top - 0.15, name, 8.5, color, code=True, bold=True, ha='left')
     label(ax, right - 0.1, top - 0.15, note, 8.5, color, ha='right')
     return Box((left + right) / 2, (bottom + top) / 2, right - left, top - bottom)
@@ -386,14 +389,25 @@ def arrow(ax, *points, color=GREY, head=True, style='-', width=1.4, radius=0.1) 
 
 def matrix(ax, x, y, colors, name='', shape='', cell=0.16) -> Box:
     "A matrix of coloured cells centred at (x, y), with its name above and its shape below."
+    dpi = plt.rcParams['figure.dpi']
+    side = round(cell * dpi) # whole pixels: otherwise the gaps between the cells differ
     n_rows, n_columns = len(colors), len(colors[0])
-    width, height = n_columns * cell, n_rows * cell
+    width, height = n_columns * side / dpi, n_rows * side / dpi
+    left, top = round((x - width / 2) * dpi), round((y + height / 2) * dpi)
     for i, j in product(range(n_rows), range(n_columns)):
-        corner = x - width / 2 + (j + 0.05) * cell, y + height / 2 - (i + 0.95) * cell
-        ax.add_patch(Rectangle(corner, 0.9 * cell, 0.9 * cell, facecolor=colors[i][j], linewidth=0, zorder=2))
+        corner = (left + j * side) / dpi, (top - (i + 1) * side + 1) / dpi
+        ax.add_patch(Rectangle(corner, (side - 1) / dpi, (side - 1) / dpi, facecolor=colors[i][j], linewidth=0,
+                               zorder=2))
     label(ax, x, y + height / 2 + 0.13, name, 9, bold=True)
     label(ax, x, y - height / 2 - 0.15, shape, 8, code=True)
     return Box(x, y, width, height)
+
+def swatches(ax, x, y, meanings, step=0.24, across=0.0) -> None:
+    "A legend: what each colour of {text: colour} means, one below the other, or `across` inches apart."
+    for i, (text, color) in enumerate(meanings.items()):
+        left, middle = x + i * across, y - (0 if across else i * step)
+        ax.add_patch(Rectangle((left, middle - 0.07), 0.14, 0.14, facecolor=color, linewidth=0))
+        label(ax, left + 0.22, middle, text, 8.5, ha='left')
 
 def plus(ax, x, y) -> Box:
     "The sign of an addition."
