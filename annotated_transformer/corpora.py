@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .toy_languages import SPLITS, checksum, copy_pairs, toy_ende
+from .toy_languages import SPLITS, copy_pairs, text_hash as checksum, toy_ende
 from .vocabulary import write_whole
 
 # %% ../nbs/22_corpora.ipynb #839395ec
