@@ -33,13 +33,13 @@ from .files import (
     atomic_folder, atomic_open, atomic_write, checksum, read_json, recover, to_json)
 from .training import average_weights
 
-# %% ../nbs/26_checkpoints.ipynb #03-9c69e6
-KINDS = { # kind in config.json: module, config class, model class; imported when a model of the kind is used
-    'transformer': ('annotated_transformer.transformer', 'TransformerConfig', 'Transformer'),
-    'relative': ('annotated_transformer.relative_positions', 'RelativeConfig', 'RelativeTransformer'),
-    'recurrent': ('annotated_transformer.recurrent', 'RecurrentConfig', 'Recurrent'),
-    'pruned': ('annotated_transformer.heads', 'PrunedConfig', 'PrunedTransformer'),
-    'marian': ('annotated_transformer.interop', 'MarianConfig', 'MarianTransformer'),
+# %% ../nbs/26_checkpoints.ipynb #03-f0313f
+KINDS = { # kind in config.json: module, config class, model class; imported when needed
+    'transformer': ('.transformer', 'TransformerConfig', 'Transformer'),
+    'relative': ('.relative_positions', 'RelativeConfig', 'RelativeTransformer'),
+    'recurrent': ('.recurrent', 'RecurrentConfig', 'Recurrent'),
+    'pruned': ('.heads', 'PrunedConfig', 'PrunedTransformer'),
+    'marian': ('.interop', 'MarianConfig', 'MarianTransformer'),
 }
 
 def kind_of(config) -> str:
@@ -47,29 +47,30 @@ def kind_of(config) -> str:
     for kind, (_, config_name, _) in KINDS.items():
         if type(config).__name__ == config_name:
             return kind
-    raise ValueError(f'{type(config).__name__} is not the config of a known kind: known are {", ".join(KINDS)}')
+    raise ValueError(f'{type(config).__name__} is not the config of a known kind: '
+                     f'known are {", ".join(KINDS)}')
 
 def kind_classes(kind: str) -> tuple[type, type]: # config class, model class
     "Import the classes of a kind. Raises ValueError for an unknown kind."
     if kind not in KINDS:
         raise ValueError(f'kind={kind!r} is unknown: known are {", ".join(KINDS)}')
     module_name, config_name, model_name = KINDS[kind]
-    module = importlib.import_module(module_name)
+    module = importlib.import_module(module_name, package='annotated_transformer')
     return getattr(module, config_name), getattr(module, model_name)
 
-# %% ../nbs/26_checkpoints.ipynb #04-a047ac
+# %% ../nbs/26_checkpoints.ipynb #04-452b3b
 def build_model(config) -> nn.Module:
     "Return a new model for a config of any kind. Raises ValueError for an unknown kind."
     _, model_class = kind_classes(kind_of(config))
     return model_class(config)
 
 def config_from_json(fields: dict):
-    "Return the config that a `config.json` holds. Raises ValueError, or TypeError for an unknown field."
+    "Return the config of a `config.json`. Raises ValueError, or TypeError for an unknown field."
     if 'kind' not in fields and 'n_layers' in fields:
         raise ValueError('it was written by version 0.1.0: convert the folder with '
-                         '`python tools/convert_v1.py OLD NEW` from the repository')
+                         '`python tools/convert_v1.py OLD NEW` (in the repository)')
     fields = dict(fields)
-    config_class, _ = kind_classes(fields.pop('kind', None))
+    config_class, _ = kind_classes(fields.pop('kind', ''))
     return config_class(**fields)
 
 # %% ../nbs/26_checkpoints.ipynb #05-33d330
@@ -85,12 +86,12 @@ def save_model(
     atomic_write(folder / 'config.json', to_json(config))
     atomic_write(folder / 'model.safetensors', safetensors.torch.save(weights))
 
-# %% ../nbs/26_checkpoints.ipynb #06-6e9ce7
+# %% ../nbs/26_checkpoints.ipynb #06-9eedb2
 def read_weights(
     path: str | Path,
     model: nn.Module, # the model that they are for
 ) -> dict[str, Tensor]: # by name
-    "Read a safetensors file. Raises ValueError unless its names and shapes are exactly the model's."
+    "Read a safetensors file. Raises ValueError unless names and shapes are the model's."
     try:
         weights = safetensors.torch.load_file(path)
     except safetensors.SafetensorError as error:
@@ -99,8 +100,10 @@ def read_weights(
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
     wrong = sorted(name for name in found | expected if found.get(name) != expected.get(name))
     if wrong:
-        shapes = f'{wrong[0]} is {found.get(wrong[0], "missing")}, expected {expected.get(wrong[0], "nothing")}'
-        raise ValueError(f'{path} does not fit its config.json in {len(wrong)} tensors: {shapes}')
+        name = wrong[0]
+        raise ValueError(f'{path} does not fit its config.json in {len(wrong)} tensors: '
+                         f'{name} is {found.get(name, "missing")}, '
+                         f'expected {expected.get(name, "no such tensor")}')
     return weights
 
 def copy_weights(
@@ -114,7 +117,7 @@ def copy_weights(
     return model
 
 def load_weights(model: nn.Module, path: str | Path) -> nn.Module:
-    "Fill a model from a safetensors file. Raises ValueError unless names and shapes are exactly the model's."
+    "Fill a model from a safetensors file. Raises ValueError as `read_weights` does."
     return copy_weights(model, read_weights(path, model))
 
 # %% ../nbs/26_checkpoints.ipynb #07-3bc60b
@@ -133,16 +136,16 @@ def load_model(
         raise ValueError(f'{folder}/config.json cannot be used: {error}') from error
     return load_weights(model, folder / 'model.safetensors').eval()
 
-# %% ../nbs/26_checkpoints.ipynb #08-0ff934
+# %% ../nbs/26_checkpoints.ipynb #08-992238
 @dataclass
 class Progress:
-    "How far a run has come: what its next step depends on besides weights, optimizer state and seed."
+    "How far a run has come: its next step depends on this, weights, optimizer state and seed."
     step: int = 0         # optimizer steps made
     epoch: int = 0        # epochs completed
     batch: int = 0        # batches used of the current epoch
     tokens: int = 0       # target tokens trained on
     minutes: float = 0.0  # training time, interruptions not counted
-    loss_sum: float = 0.0 # training loss since the log's last row, summed over its tokens
+    loss_sum: float = 0.0 # training loss since the log's last row, summed over tokens
     loss_tokens: int = 0  # number of those tokens
 
     @property
@@ -157,7 +160,7 @@ def load_progress(path: Path) -> Progress:
     except TypeError as error:
         raise ValueError(f'{path} is damaged: {error}') from None
 
-# %% ../nbs/26_checkpoints.ipynb #09-8e7abe
+# %% ../nbs/26_checkpoints.ipynb #09-e41d10
 def load_state(path: Path) -> dict:
     """Read a `state.pt`: the states of optimizer and moving average, tensors and numbers only.
 
@@ -167,21 +170,22 @@ def load_state(path: Path) -> dict:
         state = torch.load(path, map_location='cpu', weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError,
             AttributeError) as error:
-        raise ValueError(f'{path} is damaged, or holds more than tensors and numbers; nothing was executed') from error
+        raise ValueError(f'{path} is damaged, or holds more than tensors and numbers; '
+                         'nothing was executed') from error
     if not isinstance(state, dict) or 'optimizer' not in state:
         raise ValueError(f'{path} is not the state of a training run')
     return state
 
-# %% ../nbs/26_checkpoints.ipynb #10-852334
+# %% ../nbs/26_checkpoints.ipynb #10-6e4fd4
 def write_manifest(folder: str | Path) -> None:
-    "Write `manifest.json`: the checksum of every other file. Written last, it marks a complete checkpoint."
+    "Write `manifest.json`, the checksums of all other files. It marks a complete checkpoint."
     folder = Path(folder)
     paths = sorted(p for p in folder.rglob('*') if p.is_file() and p.name != 'manifest.json')
     checksums = {p.relative_to(folder).as_posix(): checksum(p) for p in paths}
     atomic_write(folder / 'manifest.json', to_json(checksums))
 
 def verify_checkpoint(folder: str | Path) -> None:
-    "Compare every file with the manifest. Raises ValueError that names the first file at fault, and the fault."
+    "Compare every file with the manifest. Raises ValueError that names the first faulty file."
     folder = Path(folder)
     for name, expected in _read_manifest(folder / 'manifest.json').items():
         path = folder / name
@@ -189,7 +193,8 @@ def verify_checkpoint(folder: str | Path) -> None:
             raise ValueError(f'{path} is missing')
         found = checksum(path)
         if found['size'] != expected['size']:
-            raise ValueError(f'{path} is damaged: it has {found["size"]} bytes, expected {expected["size"]}')
+            raise ValueError(f'{path} is damaged: it has {found["size"]} bytes, '
+                             f'expected {expected["size"]}')
         if found != expected:
             raise ValueError(f'{path} is damaged: its SHA-256 is not the one in manifest.json')
 
@@ -206,7 +211,7 @@ def _read_manifest(path):
         raise ValueError(f'{path} is damaged: it is not as it was written')
     return manifest
 
-# %% ../nbs/26_checkpoints.ipynb #11-7f1916
+# %% ../nbs/26_checkpoints.ipynb #11-4e22d7
 def save_checkpoint(
     out: str | Path, # folder of the run
     model: nn.Module,
@@ -215,7 +220,10 @@ def save_checkpoint(
     save: Callable[[nn.Module, Path], None] = save_model, # writes the model folder
     ema: AveragedModel | None = None,                     # moving average of the weights
 ) -> Path: # the checkpoint's folder
-    "Write `checkpoints/step-...`, complete or not at all: a model folder and the state of the run. Raises OSError."
+    """Write `checkpoints/step-...`, complete or not at all: a model folder and the run's state.
+
+    Raises OSError that says what was not written and which checkpoint remains.
+    """
     folder = Path(out) / 'checkpoints' / progress.name
     state = {'optimizer': optimizer.state_dict(), 'ema': None}
     if ema is not None:
@@ -265,7 +273,7 @@ def load_checkpoint(
         ema.load_state_dict(state['ema'])
     return progress
 
-# %% ../nbs/26_checkpoints.ipynb #13-164274
+# %% ../nbs/26_checkpoints.ipynb #13-07365f
 def list_checkpoints(out: str | Path) -> list[Path]:
     "Return the checkpoint folders of a run, oldest first."
     folders = (Path(out) / 'checkpoints').glob('step-*')
@@ -278,7 +286,7 @@ def recover_checkpoints(out: str | Path) -> None:
             recover(old.with_suffix(''))
 
 def latest_checkpoint(out: str | Path) -> Path | None:
-    "Return a run's newest checkpoint, verified. Raises ValueError that names a damaged file and what to do."
+    "Return a run's newest checkpoint, verified. Raises ValueError that names a damaged file."
     recover_checkpoints(out)
     folders = list_checkpoints(out)
     if not folders:
@@ -301,7 +309,7 @@ def _advice(folders):
             return f'{folder.name} is complete: delete {" and ".join(damaged)} to resume from there'
     return 'no earlier checkpoint is complete: delete them all to start again'
 
-# %% ../nbs/26_checkpoints.ipynb #14-31685f
+# %% ../nbs/26_checkpoints.ipynb #14-38bfff
 def keep_checkpoints(
     out: str | Path,
     last: int,                # number of newest checkpoints that stay
@@ -320,8 +328,8 @@ def keep_checkpoints(
     best_names = {Progress(step).name for step in best}
     for checkpoint in list_checkpoints(out)[:-last]:
         if checkpoint.name not in best_names:
-            doomed = checkpoint.with_name(checkpoint.name + '.partial') # a killed removal leaves no half checkpoint
-            shutil.rmtree(checkpoint.rename(doomed))
+            partial = checkpoint.with_name(checkpoint.name + '.partial') # incomplete from here on
+            shutil.rmtree(checkpoint.rename(partial))
     for unfinished in Path(out).glob('.' + '[0-9a-f]' * 16 + '.tmp'): # of `atomic_open`
         unfinished.unlink()
 
@@ -339,14 +347,15 @@ def best_steps(
             values[row['step']] = sign * row[monitor]
     return sorted(values, key=lambda step: (values[step], step))[:n]
 
-# %% ../nbs/26_checkpoints.ipynb #16-dd882e
+# %% ../nbs/26_checkpoints.ipynb #16-f2058e
 def average_checkpoints(
     folders: Sequence[str | Path], # model folders of one run
     out: str | Path,               # must not exist
 ) -> Path:
     """Write a model folder whose weights are the mean of several (section 6.1).
 
-    Raises ValueError if there are none or they differ in more than weights, FileExistsError if `out` exists.
+    Raises ValueError if there are none or they differ in more than weights, FileExistsError
+    if `out` exists.
     """
     folders = [Path(folder) for folder in folders]
     out = Path(out)
@@ -359,7 +368,8 @@ def average_checkpoints(
             verify_checkpoint(folder)
         for name in ('config.json', 'tokenizer.json'):
             if _content(folder / name) != _content(folders[0] / name):
-                raise ValueError(f'{folder} cannot be averaged with {folders[0]}: their {name} differ')
+                raise ValueError(f'{folder} cannot be averaged with {folders[0]}: '
+                                 f'their {name} differ')
     model = load_model(folders[-1])
     weights = [read_weights(folder / 'model.safetensors', model) for folder in folders]
     copy_weights(model, average_weights(weights))
@@ -367,12 +377,13 @@ def average_checkpoints(
         save_model(model, partial)
         if (folders[-1] / 'tokenizer.json').exists():
             shutil.copy(folders[-1] / 'tokenizer.json', partial)
-        record = training_record(folders[-1]) | {'averaged': [folder.as_posix() for folder in folders]}
+        record = training_record(folders[-1])
+        record['averaged'] = [folder.as_posix() for folder in folders]
         atomic_write(partial / 'training.json', to_json(record))
     return out
 
 def training_record(folder: str | Path) -> dict:
-    "Return how a model was trained, from its folder or its run's. Raises ValueError for a damaged file."
+    "Return how a model was trained, from its folder or its run's. Raises ValueError if damaged."
     folder = Path(folder)
     run = folder.parent.parent
     for path in (folder / 'training.json', run / 'training.json'):
