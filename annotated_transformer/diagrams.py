@@ -10,9 +10,10 @@ __all__ = ['attention', 'heads', 'positions', 'layer', 'layers', 'norms', 'trans
 import numpy as np
 from matplotlib.patches import Rectangle
 
+from .drawing import (
+    arrow, box, canvas, draw_layer, draw_residual, draw_stack, frame, label, mask_icon, matrix, swatches)
 from .plotting import (
-    BLUE, GOLD, GREEN, GREY, ORANGE, PALE, PINK, PURPLE, RED, TEAL, arrow, box, canvas, color_map, frame, label,
-    mask_icon, matrix, plus, swatches)
+    BLUE, GOLD, GREEN, GREY, ORANGE, PALE, PINK, PURPLE, RED, TEAL, color_map)
 
 # %% ../nbs/92_diagrams.ipynb #diag005
 def attention() -> None:
@@ -102,53 +103,6 @@ def positions() -> None:
     label(ax, 5.34, y, '=', 13)
 
 # %% ../nbs/92_diagrams.ipynb #diag009
-def draw_residual(ax, x, y, name, sublayer, color, norm):
-    "One residual connection around one sublayer, with its lower end at height `y`. Returns the sublayer's box."
-    parts = ['norm', sublayer, 'dropout', '+'] if norm == 'pre' else [sublayer, 'dropout', '+', 'norm']
-    colors = {'norm': ORANGE, 'dropout': GREY, sublayer: color}
-    skip = dict(color=BLUE, width=2.2)
-    frame(ax, x - 1.05, y, x + 1.15, y + 2.2, name)
-    arrow(ax, (x, y - 0.2), (x, y + 0.13), head=False, **skip)
-    height, last, places = y + 0.42, (x, y + 0.12), {}
-    for part in parts:
-        if part == '+':
-            places[part] = plus(ax, x, height)
-        else:
-            places[part] = box(ax, x, height, part, '', colors[part], 1.5, 0.28)
-        arrow(ax, last, places[part].bottom)
-        last = places[part].top
-        height += 0.45
-    arrow(ax, (x, y + 0.12), (x + 0.95, y + 0.12), (x + 0.95, places['+'].y), places['+'].right, **skip)
-    arrow(ax, last, (x, y + 2.2), head=False, **(skip if norm == 'pre' else {}))
-    return places[sublayer]
-
-def draw_layer(ax, x, kind, norm) -> None:
-    "An encoder or decoder layer with its centre line at `x`; what enters from outside stands on its left."
-    length = 'n' if kind == 'encoder' else 'm'
-    parts = [('self_attention', PURPLE), ('feed_forward', TEAL)]
-    if kind == 'decoder':
-        parts.insert(1, ('cross_attention', PURPLE))
-    label(ax, x, 0.1, f'x (batch, {length}, d_model)', 8, code=True)
-    y = 0.4
-    for i, (sublayer, color) in enumerate(parts, 1):
-        place = draw_residual(ax, x, y, f'residual{i}', sublayer, color, norm)
-        y += 2.4
-        if sublayer == 'feed_forward':
-            continue
-        causal = kind == 'decoder' and sublayer == 'self_attention'
-        enter = place.y
-        if sublayer == 'cross_attention':
-            enter = place.y - 0.08
-            arrow(ax, (x - 2, place.y + 0.08), (place.left[0], place.y + 0.08), color=GREEN)
-            label(ax, x - 1.1, place.y + 0.38, 'encoder_output', 8, GREEN, code=True, ha='right')
-            label(ax, x - 1.1, place.y + 0.21, 'key, value', 8, GREEN, ha='right')
-        icon = mask_icon(ax, x - 1.45, enter - (0.1 if enter < place.y else 0), 'causal' if causal else 'padding', 0.07)
-        arrow(ax, (icon.right[0], enter), (place.left[0], enter), color=PURPLE)
-        label(ax, x - 1.1, icon.y - 0.3, 'tgt_mask' if causal else 'src_mask', 8, PURPLE, code=True, ha='right')
-    arrow(ax, (x, y - 0.2), (x, y + 0.02))
-    label(ax, x, y + 0.15, f'{kind.title()}Layer', 9, code=True, bold=True)
-
-# %% ../nbs/92_diagrams.ipynb #diag010
 def layer(
     kind: str = 'encoder', # 'encoder' or 'decoder'
     norm: str = 'post',    # 'post' or 'pre'
@@ -180,27 +134,7 @@ def norms() -> None:
         label(ax, x, 5.63, f"norm='{norm}'", 9, code=True, bold=True)
         label(ax, x, 0.13, note, 9)
 
-# %% ../nbs/92_diagrams.ipynb #diag012
-def draw_stack(ax, x, bottom, name, parts) -> list:
-    "The layers of an encoder or decoder with their residual connections. Returns the sublayers' boxes, then the frame."
-    top = bottom + 0.45 + 1.2 * len(parts)
-    around = frame(ax, x - 1.0, bottom, x + 1.2, top, name, '× n_layers')
-    places, last = [], (x, bottom - 0.2)
-    for i, (sublayer, note, color) in enumerate(parts, 1):
-        y = bottom + 0.55 + 1.2 * (i - 1)
-        place = box(ax, x, y, sublayer, note, color, 1.7)
-        residual = box(ax, x, y + 0.55, '', '', GREY, 1.7, 0.28)
-        label(ax, x - 0.77, y + 0.55, f'residual{i}', 9, 'white', code=True, bold=True, ha='left')
-        label(ax, x + 0.77, y + 0.55, 'add & norm', 8, 'white', ha='right')
-        arrow(ax, last, place.bottom)
-        arrow(ax, place.top, residual.bottom, head=False)
-        arrow(ax, (x, y - 0.34), (x + 1.05, y - 0.34), (x + 1.05, residual.y), residual.right, color=BLUE)
-        last = residual.top
-        places.append(place)
-    arrow(ax, last, (x, top), head=False)
-    return [*places, around]
-
-# %% ../nbs/92_diagrams.ipynb #diag013
+# %% ../nbs/92_diagrams.ipynb #diag011
 def transformer() -> None:
     "The whole model: shapes, masks, and the one matrix of both embeddings and the output layer."
     ax = canvas(7.5, 7.75)
@@ -266,27 +200,28 @@ def tour() -> None:
             arrow(ax, below.top, above.bottom)
     frame(ax, src - 1.28, 2.43, src + 1.28, 4.1, 'encoder', '× n_layers')
     frame(ax, tgt - 1.28, 2.43, tgt + 1.28, 4.78, 'decoder', '× n_layers')
+    sides = [(src, 'src', 'attends to all source tokens'), (tgt, 'tgt', 'attends to earlier tokens')]
     both = [[part(x, 0.78, 'Tokenizer', 'text to token ids', GREY, '06'),
              part(x, 1.44, f'{side}_embed', 'one vector per token', GOLD, '04'),
              part(x, 2.1, f'{side}_positions', 'adds the position', PINK, '02'),
              part(x, 2.85, 'self_attention', note, PURPLE, '01')]
-            for x, side, note in [(src, 'src', 'attends to the source'), (tgt, 'tgt', 'attends to the past')]]
+            for x, side, note in sides]
     column(src, 'the small dog sleeps', *both[0], part(src, 3.52, 'feed_forward', 'processes each token', TEAL, '03'))
     cross = part(tgt, 3.52, 'cross_attention', 'attends to the source', PURPLE, '01')
     search = part(tgt, 5.82, 'beam_search', 'chooses the next token', BLUE, '08')
     column(tgt, 'BOS der kleine', *both[1], cross, part(tgt, 4.2, 'feed_forward', 'processes each token', TEAL, '03'),
-           part(tgt, 5.15, 'lm_head', 'logits of every token', GOLD, '04'), search)
+           part(tgt, 5.15, 'lm_head', 'logits of the next token', GOLD, '04'), search)
     arrow(ax, (src, 3.76), (src, 4.33), (3.4, 4.33), (3.4, cross.y), cross.left, color=GREEN)
     label(ax, 2.55, 4.44, 'encoder_output', 8.5, GREEN, code=True, bold=True)
     arrow(ax, search.top, (tgt, 6.26))
     label(ax, tgt, 6.37, 'der kleine Hund schläft', 9.5, bold=True)
     arrow(ax, search.right, (6.75, search.y), (6.75, 0.17), (tgt + 0.68, 0.17), color=BLUE)
     label(ax, 6.97, 3.2, 'append the next token, repeat', 9, BLUE, rotation=90, va='center')
-    part(src, 6.1, 'train', 'learns the weights', RED, '07')
-    part(src, 5.52, 'bleu', 'scores translations', GREEN, '09')
-    part(src, 4.94, 'attention_maps', 'look inside', PURPLE, '11')
+    part(src, 6.1, 'training', 'learns the weights', RED, '07')
+    part(src, 5.52, 'scoring', 'measures quality', GREEN, '09')
+    part(src, 4.94, 'attention_maps', 'looks inside', PURPLE, '11')
 
-# %% ../nbs/92_diagrams.ipynb #diag015
+# %% ../nbs/92_diagrams.ipynb #diag013
 def text_to_batch(
     texts=('the small dog sleeps', 'a cat sees a bird', 'it sings'),
     tokens=(('the', 'small', 'dog', 'sleep', '￭s'), ('a', 'cat', 'see', '￭s', 'a', 'bird'), ('it', 'sing', '￭s')),
@@ -401,7 +336,7 @@ def beam(
         before = places
     swatches(ax, 2.4, 0.12, colors, across=1.1)
 
-# %% ../nbs/92_diagrams.ipynb #diag017
+# %% ../nbs/92_diagrams.ipynb #diag015
 def folder_to_translation() -> None:
     "What each file of a model folder is for, on the way from a text to its translation."
     ax = canvas(7.5, 2.3)
