@@ -16,7 +16,7 @@ PACKAGE = ROOT/'annotated_transformer'
 # Each module imports only from lower floors. A new module takes its place here.
 FLOORS = {
     0: 'attention positions vocabulary toy_grammar toy_languages scoring experiments checks plotting diagrams '
-       'distributed files',
+       'distributed files hub text_streams',
     1: 'layers batches complexity',
     2: 'transformer corpora',
     3: 'training decoding attention_maps relative_positions recurrent large_corpora',
