@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SHORT', 'fused_attention', 'FastDropout', 'smoothed_loss_and_gradient', 'ChunkedLoss', 'chunked_loss',
-           'linear_cross_entropy', 'accelerate']
+           'linear_cross_entropy', 'r_drop_loss_and_gradient', 'r_drop_loss', 'accelerate']
 
-# %% ../nbs/24_kernels.ipynb #cfbd5bd4
+# %% ../nbs/24_kernels.ipynb #3f282cf0
 from collections.abc import Callable
 from functools import partial
 
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from .attention import MultiHeadAttention, attention
 from .training import label_smoothing_loss
 
-# %% ../nbs/24_kernels.ipynb #38201276
+# %% ../nbs/24_kernels.ipynb #a86c3507
 SHORT = 40 # keys up to which a CPU computes plain attention faster than the fused kernel
 
-# %% ../nbs/24_kernels.ipynb #fd119064
+# %% ../nbs/24_kernels.ipynb #9cf3ffe6
 def fused_attention(
     query: Float[Tensor, "*batch m d_k"],
     key: Float[Tensor, "*batch n d_k"],
@@ -41,10 +41,10 @@ def fused_attention(
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask | fully_masked)
     return output.masked_fill(fully_masked, 0), None
 
-# %% ../nbs/24_kernels.ipynb #3fea95a1
+# %% ../nbs/24_kernels.ipynb #a4370ffe
 fused_attention.reference = attention # the same output, always with the weights
 
-# %% ../nbs/24_kernels.ipynb #db873911
+# %% ../nbs/24_kernels.ipynb #05a595cb
 class FastDropout(nn.Dropout):
     "nn.Dropout, faster on a CPU: 16 random bits per element, so `p` counts in steps of 1/65,536."
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -59,7 +59,7 @@ class FastDropout(nn.Dropout):
         keep = torch.ge(draws, n_dropped - 2**15, out=x.new_empty(x.numel())) # 1.0 or 0.0
         return x * keep.mul_(levels / (levels - n_dropped)).view(x.shape)
 
-# %% ../nbs/24_kernels.ipynb #e4fab839
+# %% ../nbs/24_kernels.ipynb #94916623
 def smoothed_loss_and_gradient(
     logits: Float[Tensor, "n vocab_size"],
     targets: Int[Tensor, "n"],
@@ -76,7 +76,7 @@ def smoothed_loss_and_gradient(
     gradient.scatter_add_(1, index, torch.full_like(target_logit, label_smoothing - 1))
     return loss
 
-# %% ../nbs/24_kernels.ipynb #92fb591b
+# %% ../nbs/24_kernels.ipynb #4a84d31d
 class ChunkedLoss(torch.autograd.Function):
     "A loss of the logits `hidden @ weight.T + bias` and its gradients, computed for one chunk of tokens at a time."
     @staticmethod
@@ -113,7 +113,7 @@ class ChunkedLoss(torch.autograd.Function):
         gradients = [None if gradient is None else gradient * d_loss for gradient in ctx.gradients]
         return *gradients, None, None, None, None, None
 
-# %% ../nbs/24_kernels.ipynb #b585b402
+# %% ../nbs/24_kernels.ipynb #85a90bc4
 def chunked_loss(
     loss_and_gradient: Callable[[Tensor, Tensor], Tensor], # (logits, targets) -> summed loss; overwrites the logits with its gradient
     hidden: Float[Tensor, "rows d_model"],
@@ -134,7 +134,7 @@ def chunked_loss(
     with torch.autocast(device, enabled=False):
         return ChunkedLoss.apply(hidden, weight, bias, targets, loss_and_gradient, rows_per_token, chunk_size, dtype)
 
-# %% ../nbs/24_kernels.ipynb #fe60f64e
+# %% ../nbs/24_kernels.ipynb #d2f85c25
 def linear_cross_entropy(
     hidden: Float[Tensor, "n d_model"],          # the decoder's output at each target token that counts
     weight: Float[Tensor, "vocab_size d_model"], # of `lm_head`
@@ -151,7 +151,48 @@ def linear_cross_entropy(
     loss = partial(smoothed_loss_and_gradient, label_smoothing=label_smoothing)
     return chunked_loss(loss, hidden, weight, bias, targets, chunk_size)
 
-# %% ../nbs/24_kernels.ipynb #82f95c6f
+# %% ../nbs/24_kernels.ipynb #442984e4
+def r_drop_loss_and_gradient(
+    logits: Float[Tensor, "two_n vocab_size"], # rows alternate between the two passes
+    targets: Int[Tensor, "n"],
+    label_smoothing: float,
+    weight: float,
+) -> Float[Tensor, ""]:
+    "Return the summed loss of `r_drop_loss`; overwrite the logits with its gradient."
+    logits1, logits2 = logits.view(len(targets), 2, -1).unbind(1)
+    index = targets[:, None]
+    log_p = logits1.log_softmax(1)
+    log_q = logits2.log_softmax(1)
+    loss = 0.0
+    for own_logits, own, other in ((logits1, log_p, log_q), (logits2, log_q, log_p)):
+        probs = own.exp()
+        log_ratio = own - other
+        divergence = (probs * log_ratio).sum(1, keepdim=True) # KL divergence from the other pass
+        loss = loss - (1 - label_smoothing) * own.gather(1, index) - label_smoothing * own.mean(1, keepdim=True)
+        loss = loss + weight / 2 * divergence
+        gradient = probs * (1 + weight / 2 * (log_ratio - divergence)) + weight / 2 * (probs - other.exp())
+        gradient.sub_(label_smoothing / logits.size(1))
+        gradient.scatter_add_(1, index, torch.full_like(divergence, label_smoothing - 1))
+        own_logits.copy_(gradient)
+    return loss.sum()
+
+# %% ../nbs/24_kernels.ipynb #02d71af2
+def r_drop_loss(
+    hidden1: Float[Tensor, "n d_model"],         # the decoder's output at each target token, first pass
+    hidden2: Float[Tensor, "n d_model"],         # second pass, with another dropout
+    weight: Float[Tensor, "vocab_size d_model"], # of `lm_head`
+    targets: Int[Tensor, "n"],                   # the correct tokens
+    label_smoothing: float = 0.0,                # of both cross-entropies
+    r_drop: float = 5.0,                         # weight of the two KL divergences
+    bias: Float[Tensor, "vocab_size"] | None = None, # of `lm_head`
+    chunk_size: int | None = None, # tokens whose logits exist at one time (default: 128 on a CPU, 1,024 elsewhere)
+) -> Float[Tensor, ""]: # nats, summed over the n tokens and both passes
+    "R-Drop (Liang et al., 2021, equation 4): two cross-entropies, and `r_drop` / 2 times both KL divergences."
+    hidden = torch.stack([hidden1, hidden2], dim=1).flatten(0, 1)
+    loss = partial(r_drop_loss_and_gradient, label_smoothing=label_smoothing, weight=r_drop)
+    return chunked_loss(loss, hidden, weight, bias, targets, chunk_size, rows_per_token=2)
+
+# %% ../nbs/24_kernels.ipynb #ae578887
 def accelerate(model: nn.Module) -> nn.Module: # the same model
     "Replace reference functions and modules by fast ones, in place: attention, and dropout on a CPU."
     for module in model.modules():
