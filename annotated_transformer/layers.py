@@ -4,7 +4,7 @@
 __all__ = ['Norm', 'Source', 'Target', 'SourceMask', 'TargetMask', 'FeedForward', 'Residual', 'EncoderLayer', 'DecoderLayer',
            'Encoder', 'Decoder']
 
-# %% ../nbs/03_layers.ipynb #layer02
+# %% ../nbs/03_layers.ipynb #layer04
 from collections.abc import Callable
 from typing import Literal
 
@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from .attention import MultiHeadAttention
 
-# %% ../nbs/03_layers.ipynb #layer03
 Norm = Literal['post', 'pre']                   # place of the layer norms: see `Residual`
 Source = Float[Tensor, "batch n d_model"]       # one vector for each source position
 Target = Float[Tensor, "batch m d_model"]       # one vector for each target position
 SourceMask = Bool[Tensor, "#batch #heads #m n"] # True where a query may attend
-TargetMask = Bool[Tensor, "#m m"] | Bool[Tensor, "#batch #heads #m m"] # the same
+TargetMask = Bool[Tensor, "#m m"] | Bool[Tensor, "#batch #heads #m m"] # the causal mask
 
-# %% ../nbs/03_layers.ipynb #layer04
+# %% ../nbs/03_layers.ipynb #layer05
 class FeedForward(nn.Module):
     "Position-wise feed-forward network (section 3.3, equation 2): max(0, x W1 + b1) W2 + b2."
     def __init__(
@@ -36,7 +35,7 @@ class FeedForward(nn.Module):
         "Expand, apply ReLU and project back, at each position separately."
         return self.linear2(self.linear1(x).relu())
 
-# %% ../nbs/03_layers.ipynb #layer05
+# %% ../nbs/03_layers.ipynb #layer15
 class Residual(nn.Module):
     "Residual connection and layer norm (section 3.1). Raises ValueError if `norm` is unknown."
     def __init__(
@@ -62,7 +61,7 @@ class Residual(nn.Module):
             return x + self.dropout(sublayer(self.norm(x)))
         return self.norm(x + self.dropout(sublayer(x)))
 
-# %% ../nbs/03_layers.ipynb #layer06
+# %% ../nbs/03_layers.ipynb #layer20
 class EncoderLayer(nn.Module):
     "Self-attention, then a feed-forward network (section 3.1)."
     def __init__(
@@ -86,7 +85,7 @@ class EncoderLayer(nn.Module):
         x = self.residual1(x, lambda y: self.self_attention(y, y, y, src_mask))
         return self.residual2(x, self.feed_forward)
 
-# %% ../nbs/03_layers.ipynb #layer07
+# %% ../nbs/03_layers.ipynb #layer22
 class DecoderLayer(nn.Module):
     "Self-attention, cross-attention, feed-forward network. Arguments as in `EncoderLayer`."
     def __init__(self, d_model: int, n_heads: int, d_ff: int, dropout: float,
@@ -107,7 +106,7 @@ class DecoderLayer(nn.Module):
             x, lambda y: self.cross_attention(y, encoder_output, encoder_output, src_mask))
         return self.residual3(x, self.feed_forward)
 
-# %% ../nbs/03_layers.ipynb #layer08
+# %% ../nbs/03_layers.ipynb #layer24
 class Encoder(nn.Module):
     "`n_layers` encoder layers; pre-norm adds a final layer norm. Arguments as in `EncoderLayer`."
     def __init__(self, n_layers: int, d_model: int, n_heads: int, d_ff: int, dropout: float,
