@@ -7,7 +7,7 @@ __all__ = ['DecodingConfig', 'KeyValueCache', 'enlarged', 'select', 'DecoderStat
            'forbid_repeats', 'limits_and_prefixes', 'BeamState', 'rows_to_keep', 'beam_search', 'generate', 'greedy',
            'sample']
 
-# %% ../nbs/28_inference.ipynb #c9d5de51
+# %% ../nbs/28_inference.ipynb #5adb4bfb
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from .batches import pad_rows
 from .decoding import Hypothesis, length_limits, normalized_score, sampling_distribution
 from .vocabulary import BOS, EOS, PAD, UNK
 
-# %% ../nbs/28_inference.ipynb #bc17c130
+# %% ../nbs/28_inference.ipynb #2a267be2
 @dataclass(frozen=True)
 class DecodingConfig:
     """How to search for translations. The defaults are the paper's (section 6.1).
@@ -52,7 +52,7 @@ class DecodingConfig:
         if self.n_best > self.beam_size:
             raise ValueError(f'n_best={self.n_best} must be at most beam_size={self.beam_size}')
 
-# %% ../nbs/28_inference.ipynb #c6a2bf5a
+# %% ../nbs/28_inference.ipynb #6b39e086
 class KeyValueCache:
     "Keys and values of one self-attention at the positions so far, in buffers that double when they are full."
     def __init__(self):
@@ -78,21 +78,21 @@ class KeyValueCache:
         "Keep these rows, in this order; a row may occur more than once."
         self.buffers = [select(buffer, rows, self.length) for buffer in self.buffers]
 
-# %% ../nbs/28_inference.ipynb #45815872
+# %% ../nbs/28_inference.ipynb #493207c9
 def enlarged(x: Float[Tensor, "rows heads n d"], capacity: int) -> Float[Tensor, "rows heads capacity d"]:
     "Copy `x` into a larger buffer."
     buffer = x.new_empty(x.size(0), x.size(1), capacity, x.size(3))
     buffer[:, :, :x.size(2)] = x
     return buffer
 
-# %% ../nbs/28_inference.ipynb #50a5ac3b
+# %% ../nbs/28_inference.ipynb #00165433
 def select(buffer, rows, length):
     "Copy rows of a buffer, and of each row only the positions that are in use."
     selected = buffer.new_empty(len(rows), *buffer.shape[1:])
     selected[:, :, :length] = buffer[:, :, :length].index_select(0, rows)
     return selected
 
-# %% ../nbs/28_inference.ipynb #27596217
+# %% ../nbs/28_inference.ipynb #f5794252
 class DecoderState:
     """The state of a search: everything that the decoder need not compute again.
 
@@ -136,11 +136,16 @@ class DecoderState:
     def self_attention(self, mha, x, cache):
         "One query for each hypothesis; its keys and values join those of earlier positions."
         rows = x.flatten(0, 1)[:, None]                 # (s * k, 1, d_model)
+        query = mha.split_heads(mha.q_proj(rows))
         key = mha.split_heads(mha.k_proj(rows))
         value = mha.split_heads(mha.v_proj(rows))
+        attention_fn = mha.attention_fn
+        if hasattr(attention_fn, 'rotate'):             # rotary positions: keys are cached after their rotation
+            query = attention_fn.rotate(query, cache.length)
+            key = attention_fn.rotate(key, cache.length)
+            attention_fn = attention_fn.attention_fn
         key, value = cache.append(key, value)           # (s * k, heads, positions so far, features)
-        query = mha.split_heads(mha.q_proj(rows))
-        output, _ = mha.attention_fn(query, key, value, None)
+        output, _ = attention_fn(query, key, value, None)
         return mha.out_proj(mha.merge_heads(output)).view_as(x)
 
     def cross_attention(self, mha, x, key, value):
@@ -166,14 +171,14 @@ class DecoderState:
         self.src_mask = self.src_mask[sentences]
         self.cross_keys_values = [(key[sentences], value[sentences]) for key, value in self.cross_keys_values]
 
-# %% ../nbs/28_inference.ipynb #1ca89266
+# %% ../nbs/28_inference.ipynb #a43f9013
 def decoder_state(model, src):
     "The state of a search. A model of another architecture has a method `decoder_state` of its own."
     if hasattr(model, 'decoder_state'):
         return model.decoder_state(src)
     return DecoderState(model, src)
 
-# %% ../nbs/28_inference.ipynb #a8b172bc
+# %% ../nbs/28_inference.ipynb #133d3fcb
 def next_log_probs(
     logits: Float[Tensor, "s k vocab_size"],
     ids: Int[Tensor, "s k length"],       # tokens of each hypothesis so far, without BOS
@@ -202,7 +207,7 @@ def next_log_probs(
         log_probs = log_probs.masked_fill((is_forced[:, None] & is_other)[:, None], -math.inf)
     return log_probs
 
-# %% ../nbs/28_inference.ipynb #442f9f55
+# %% ../nbs/28_inference.ipynb #b7e3ea09
 def forbid_repeats(log_probs, ids, n):
     "Set the log-probability of every token that would complete a second copy of an n-gram to minus infinity (in place)."
     grams = ids.unfold(-1, n, 1)                             # (s, k, positions, n)
@@ -211,7 +216,7 @@ def forbid_repeats(log_probs, ids, n):
     for s, k, i in repeats.nonzero().tolist():
         log_probs[s, k, grams[s, k, i, -1]] = -math.inf
 
-# %% ../nbs/28_inference.ipynb #df825c21
+# %% ../nbs/28_inference.ipynb #2ce71dcb
 def limits_and_prefixes(
     model: nn.Module,
     src: Int[Tensor, "s n"],
@@ -238,7 +243,7 @@ def limits_and_prefixes(
     limits = length_limits(src, config.max_extra_tokens, max_len)
     return torch.maximum(limits, n_prefix + 1), forced
 
-# %% ../nbs/28_inference.ipynb #fa2843e7
+# %% ../nbs/28_inference.ipynb #d5cb09f1
 class BeamState:
     "The hypotheses of a beam search: active ones as tensors, finished ones in a list for each sentence."
     def __init__(self, limits: Int[Tensor, "s"], config: DecodingConfig):
@@ -327,14 +332,14 @@ class BeamState:
         self.limits = [self.limits[row] for row in rows]
         self.done = [False] * len(rows)
 
-# %% ../nbs/28_inference.ipynb #8c9f4ce0
+# %% ../nbs/28_inference.ipynb #d007cb06
 def rows_to_keep(done: Sequence[bool]) -> list[int] | None: # None: keep all
     "The rows that are not done, once enough are: then a smaller batch saves more than the copying costs."
     if sum(done) < len(done) / 8 or all(done):
         return None
     return [row for row, is_done in enumerate(done) if not is_done]
 
-# %% ../nbs/28_inference.ipynb #81366519
+# %% ../nbs/28_inference.ipynb #b5e5dc7b
 @torch.inference_mode()
 def beam_search(
     model: nn.Module,        # in eval mode
@@ -361,7 +366,7 @@ def beam_search(
         tokens = beam.ids[..., -1]
     return beam.finished
 
-# %% ../nbs/28_inference.ipynb #e40fc475
+# %% ../nbs/28_inference.ipynb #f77e0895
 def generate(
     model: nn.Module,
     src: Int[Tensor, "s n"],
@@ -402,7 +407,7 @@ def generate(
         tokens = token[:, None]
     return results
 
-# %% ../nbs/28_inference.ipynb #570026ba
+# %% ../nbs/28_inference.ipynb #e9cb467f
 @torch.inference_mode()
 def greedy(
     model: nn.Module,        # in eval mode
@@ -414,7 +419,7 @@ def greedy(
     "Choose the most probable token at each step, with a key/value cache; the same tokens as `decoding.greedy`."
     return generate(model, src, lambda log_probs: log_probs.argmax(-1), replace(config, **changes), prefix)
 
-# %% ../nbs/28_inference.ipynb #4076a91f
+# %% ../nbs/28_inference.ipynb #2fcabc49
 @torch.inference_mode()
 def sample(
     model: nn.Module,        # in eval mode

@@ -6,7 +6,7 @@
 __all__ = ['SHORT', 'fused_attention', 'FastDropout', 'smoothed_loss_and_gradient', 'ChunkedLoss', 'chunked_loss',
            'linear_cross_entropy', 'r_drop_loss_and_gradient', 'r_drop_loss', 'accelerate']
 
-# %% ../nbs/24_kernels.ipynb #3f282cf0
+# %% ../nbs/24_kernels.ipynb #29040aa0
 from collections.abc import Callable
 from functools import partial
 
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from .attention import MultiHeadAttention, attention
 from .training import label_smoothing_loss
 
-# %% ../nbs/24_kernels.ipynb #a86c3507
+# %% ../nbs/24_kernels.ipynb #fd106305
 SHORT = 40 # keys up to which a CPU computes plain attention faster than the fused kernel
 
-# %% ../nbs/24_kernels.ipynb #9cf3ffe6
+# %% ../nbs/24_kernels.ipynb #bc6af013
 def fused_attention(
     query: Float[Tensor, "*batch m d_k"],
     key: Float[Tensor, "*batch n d_k"],
@@ -41,10 +41,10 @@ def fused_attention(
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask | fully_masked)
     return output.masked_fill(fully_masked, 0), None
 
-# %% ../nbs/24_kernels.ipynb #a4370ffe
+# %% ../nbs/24_kernels.ipynb #a0637431
 fused_attention.reference = attention # the same output, always with the weights
 
-# %% ../nbs/24_kernels.ipynb #05a595cb
+# %% ../nbs/24_kernels.ipynb #4202f41b
 class FastDropout(nn.Dropout):
     "nn.Dropout, faster on a CPU: 16 random bits per element, so `p` counts in steps of 1/65,536."
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -59,7 +59,7 @@ class FastDropout(nn.Dropout):
         keep = torch.ge(draws, n_dropped - 2**15, out=x.new_empty(x.numel())) # 1.0 or 0.0
         return x * keep.mul_(levels / (levels - n_dropped)).view(x.shape)
 
-# %% ../nbs/24_kernels.ipynb #94916623
+# %% ../nbs/24_kernels.ipynb #bf8c9914
 def smoothed_loss_and_gradient(
     logits: Float[Tensor, "n vocab_size"],
     targets: Int[Tensor, "n"],
@@ -76,7 +76,7 @@ def smoothed_loss_and_gradient(
     gradient.scatter_add_(1, index, torch.full_like(target_logit, label_smoothing - 1))
     return loss
 
-# %% ../nbs/24_kernels.ipynb #4a84d31d
+# %% ../nbs/24_kernels.ipynb #1074cd67
 class ChunkedLoss(torch.autograd.Function):
     "A loss of the logits `hidden @ weight.T + bias` and its gradients, computed for one chunk of tokens at a time."
     @staticmethod
@@ -113,7 +113,7 @@ class ChunkedLoss(torch.autograd.Function):
         gradients = [None if gradient is None else gradient * d_loss for gradient in ctx.gradients]
         return *gradients, None, None, None, None, None
 
-# %% ../nbs/24_kernels.ipynb #85a90bc4
+# %% ../nbs/24_kernels.ipynb #309a0f85
 def chunked_loss(
     loss_and_gradient: Callable[[Tensor, Tensor], Tensor], # (logits, targets) -> summed loss; overwrites the logits with its gradient
     hidden: Float[Tensor, "rows d_model"],
@@ -134,7 +134,7 @@ def chunked_loss(
     with torch.autocast(device, enabled=False):
         return ChunkedLoss.apply(hidden, weight, bias, targets, loss_and_gradient, rows_per_token, chunk_size, dtype)
 
-# %% ../nbs/24_kernels.ipynb #d2f85c25
+# %% ../nbs/24_kernels.ipynb #9f0c132d
 def linear_cross_entropy(
     hidden: Float[Tensor, "n d_model"],          # the decoder's output at each target token that counts
     weight: Float[Tensor, "vocab_size d_model"], # of `lm_head`
@@ -151,7 +151,7 @@ def linear_cross_entropy(
     loss = partial(smoothed_loss_and_gradient, label_smoothing=label_smoothing)
     return chunked_loss(loss, hidden, weight, bias, targets, chunk_size)
 
-# %% ../nbs/24_kernels.ipynb #442984e4
+# %% ../nbs/24_kernels.ipynb #c43fdc26
 def r_drop_loss_and_gradient(
     logits: Float[Tensor, "two_n vocab_size"], # rows alternate between the two passes
     targets: Int[Tensor, "n"],
@@ -176,7 +176,7 @@ def r_drop_loss_and_gradient(
         own_logits.copy_(gradient)
     return loss.sum()
 
-# %% ../nbs/24_kernels.ipynb #02d71af2
+# %% ../nbs/24_kernels.ipynb #2c285b92
 def r_drop_loss(
     hidden1: Float[Tensor, "n d_model"],         # the decoder's output at each target token, first pass
     hidden2: Float[Tensor, "n d_model"],         # second pass, with another dropout
@@ -192,12 +192,15 @@ def r_drop_loss(
     loss = partial(r_drop_loss_and_gradient, label_smoothing=label_smoothing, weight=r_drop)
     return chunked_loss(loss, hidden, weight, bias, targets, chunk_size, rows_per_token=2)
 
-# %% ../nbs/24_kernels.ipynb #ae578887
+# %% ../nbs/24_kernels.ipynb #8dbeb717
 def accelerate(model: nn.Module) -> nn.Module: # the same model
     "Replace reference functions and modules by fast ones, in place: attention, and dropout on a CPU."
     for module in model.modules():
-        if isinstance(module, MultiHeadAttention) and module.attention_fn is attention:
-            module.attention_fn = fused_attention
+        if isinstance(module, MultiHeadAttention):
+            if module.attention_fn is attention:
+                module.attention_fn = fused_attention
+            if getattr(module.attention_fn, 'attention_fn', None) is attention: # rotary positions
+                module.attention_fn.attention_fn = fused_attention
         if type(module) is nn.Dropout:
             module.__class__ = FastDropout
     return model
