@@ -7,7 +7,7 @@ __all__ = ['DecodingConfig', 'KeyValueCache', 'enlarged', 'select', 'DecoderStat
            'forbid_repeats', 'limits_and_prefixes', 'BeamState', 'rows_to_keep', 'beam_search', 'generate', 'greedy',
            'sample']
 
-# %% ../nbs/28_inference.ipynb #5adb4bfb
+# %% ../nbs/28_inference.ipynb #f771bfcd
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from .attention import MultiHeadAttention, padding_mask
 from .batches import pad_rows
-from .decoding import Hypothesis, length_limits, normalized_score, sampling_distribution
+from .decoding import Hypothesis, normalized_score, sampling_distribution
 from .vocabulary import BOS, EOS, PAD, UNK
 
-# %% ../nbs/28_inference.ipynb #2a267be2
+# %% ../nbs/28_inference.ipynb #39ea7b16
 @dataclass(frozen=True)
 class DecodingConfig:
     """How to search for translations. The defaults are the paper's (section 6.1).
@@ -52,7 +52,7 @@ class DecodingConfig:
         if self.n_best > self.beam_size:
             raise ValueError(f'n_best={self.n_best} must be at most beam_size={self.beam_size}')
 
-# %% ../nbs/28_inference.ipynb #6b39e086
+# %% ../nbs/28_inference.ipynb #671ff49b
 class KeyValueCache:
     "Keys and values of one self-attention at the positions so far, in buffers that double when they are full."
     def __init__(self):
@@ -78,21 +78,21 @@ class KeyValueCache:
         "Keep these rows, in this order; a row may occur more than once."
         self.buffers = [select(buffer, rows, self.length) for buffer in self.buffers]
 
-# %% ../nbs/28_inference.ipynb #493207c9
+# %% ../nbs/28_inference.ipynb #62877b9a
 def enlarged(x: Float[Tensor, "rows heads n d"], capacity: int) -> Float[Tensor, "rows heads capacity d"]:
     "Copy `x` into a larger buffer."
     buffer = x.new_empty(x.size(0), x.size(1), capacity, x.size(3))
     buffer[:, :, :x.size(2)] = x
     return buffer
 
-# %% ../nbs/28_inference.ipynb #00165433
+# %% ../nbs/28_inference.ipynb #1671de10
 def select(buffer, rows, length):
     "Copy rows of a buffer, and of each row only the positions that are in use."
     selected = buffer.new_empty(len(rows), *buffer.shape[1:])
     selected[:, :, :length] = buffer[:, :, :length].index_select(0, rows)
     return selected
 
-# %% ../nbs/28_inference.ipynb #f5794252
+# %% ../nbs/28_inference.ipynb #c883ae27
 class DecoderState:
     """The state of a search: everything that the decoder need not compute again.
 
@@ -171,14 +171,14 @@ class DecoderState:
         self.src_mask = self.src_mask[sentences]
         self.cross_keys_values = [(key[sentences], value[sentences]) for key, value in self.cross_keys_values]
 
-# %% ../nbs/28_inference.ipynb #a43f9013
+# %% ../nbs/28_inference.ipynb #719b024a
 def decoder_state(model, src):
     "The state of a search. A model of another architecture has a method `decoder_state` of its own."
     if hasattr(model, 'decoder_state'):
         return model.decoder_state(src)
     return DecoderState(model, src)
 
-# %% ../nbs/28_inference.ipynb #133d3fcb
+# %% ../nbs/28_inference.ipynb #d4b0b5f1
 def next_log_probs(
     logits: Float[Tensor, "s k vocab_size"],
     ids: Int[Tensor, "s k length"],       # tokens of each hypothesis so far, without BOS
@@ -207,7 +207,7 @@ def next_log_probs(
         log_probs = log_probs.masked_fill((is_forced[:, None] & is_other)[:, None], -math.inf)
     return log_probs
 
-# %% ../nbs/28_inference.ipynb #b7e3ea09
+# %% ../nbs/28_inference.ipynb #e4335605
 def forbid_repeats(log_probs, ids, n):
     "Set the log-probability of every token that would complete a second copy of an n-gram to minus infinity (in place)."
     grams = ids.unfold(-1, n, 1)                             # (s, k, positions, n)
@@ -216,7 +216,7 @@ def forbid_repeats(log_probs, ids, n):
     for s, k, i in repeats.nonzero().tolist():
         log_probs[s, k, grams[s, k, i, -1]] = -math.inf
 
-# %% ../nbs/28_inference.ipynb #2ce71dcb
+# %% ../nbs/28_inference.ipynb #b822eb5c
 def limits_and_prefixes(
     model: nn.Module,
     src: Int[Tensor, "s n"],
@@ -240,10 +240,10 @@ def limits_and_prefixes(
         if not all(UNK <= i < model.config.vocab_size for i in ids):
             raise ValueError(f'prefix {list(ids)} must hold ids of the vocabulary other than PAD, BOS and EOS')
         row[:len(ids)] = torch.tensor(ids, device=src.device)
-    limits = length_limits(src, config.max_extra_tokens, max_len)
+    limits = ((src != PAD).sum(1) + config.max_extra_tokens).clamp(max=max_len)
     return torch.maximum(limits, n_prefix + 1), forced
 
-# %% ../nbs/28_inference.ipynb #d5cb09f1
+# %% ../nbs/28_inference.ipynb #d7f0c83d
 class BeamState:
     "The hypotheses of a beam search: active ones as tensors, finished ones in a list for each sentence."
     def __init__(self, limits: Int[Tensor, "s"], config: DecodingConfig):
@@ -332,14 +332,14 @@ class BeamState:
         self.limits = [self.limits[row] for row in rows]
         self.done = [False] * len(rows)
 
-# %% ../nbs/28_inference.ipynb #d007cb06
+# %% ../nbs/28_inference.ipynb #155ee2ef
 def rows_to_keep(done: Sequence[bool]) -> list[int] | None: # None: keep all
     "The rows that are not done, once enough are: then a smaller batch saves more than the copying costs."
     if sum(done) < len(done) / 8 or all(done):
         return None
     return [row for row, is_done in enumerate(done) if not is_done]
 
-# %% ../nbs/28_inference.ipynb #b5e5dc7b
+# %% ../nbs/28_inference.ipynb #723396fa
 @torch.inference_mode()
 def beam_search(
     model: nn.Module,        # in eval mode
@@ -366,7 +366,7 @@ def beam_search(
         tokens = beam.ids[..., -1]
     return beam.finished
 
-# %% ../nbs/28_inference.ipynb #f77e0895
+# %% ../nbs/28_inference.ipynb #f82e03b7
 def generate(
     model: nn.Module,
     src: Int[Tensor, "s n"],
@@ -407,7 +407,7 @@ def generate(
         tokens = token[:, None]
     return results
 
-# %% ../nbs/28_inference.ipynb #e9cb467f
+# %% ../nbs/28_inference.ipynb #e5d6d629
 @torch.inference_mode()
 def greedy(
     model: nn.Module,        # in eval mode
@@ -419,7 +419,7 @@ def greedy(
     "Choose the most probable token at each step, with a key/value cache; the same tokens as `decoding.greedy`."
     return generate(model, src, lambda log_probs: log_probs.argmax(-1), replace(config, **changes), prefix)
 
-# %% ../nbs/28_inference.ipynb #2fcabc49
+# %% ../nbs/28_inference.ipynb #e6548094
 @torch.inference_mode()
 def sample(
     model: nn.Module,        # in eval mode
