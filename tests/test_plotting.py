@@ -204,9 +204,10 @@ def test_no_arrow_runs_through_a_label(name):
     crossing = []
     for arrow in figure.axes[0].patches:
         if isinstance(arrow, FancyArrowPatch):
-            lines = arrow.get_path().to_polygons(closed_only=False) # in pixels
+            lines = arrow.get_path().to_polygons(closed_only=False)
             pairs = [pair for line in lines for pair in zip(line, line[1:])]
-            pixels = [start + (end - start) * t for start, end in pairs for t in np.linspace(0, 1, 50)]
+            points = [start + (end - start) * t for start, end in pairs for t in np.linspace(0, 1, 50)]
+            pixels = figure.axes[0].transData.transform(points)
             crossing += [text.get_text() for text, box in labels(figure) if box.count_contains(pixels)]
     assert not crossing
 
