@@ -60,8 +60,10 @@ def palette_png(
     colors = codes.view('uint8').reshape(-1, 4).astype(int)
     if len(colors) > 10_000:
         return full.getvalue()
-    shades = np.linspace(0, 255, 24)[:, None] * [*to_rgb(GREY), 1] # of the text, from transparent to opaque
-    palette = np.concatenate([shades.round().astype(int), colors[np.argsort(-counts)[:232]]])
+    hues = [GREY, BLUE, ORANGE, GREEN, PURPLE, RED, TEAL, PINK, GOLD]
+    shades = [np.linspace(0, 255, 12)[:, None] * [*to_rgb(hue), 1] for hue in hues] # edges of text, by opacity
+    shades = np.concatenate(shades).round().astype(int)
+    palette = np.concatenate([shades, colors[np.argsort(-counts)[:256 - len(shades)]]])
     nearest, error = [], 0
     for color, count in zip(colors, counts):
         distances = np.abs(palette - color).sum(-1)
