@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['POSITIONS', 'PRESETS', 'TransformerConfig', 'Transformer', 'count_parameters']
 
-# %% ../nbs/04_transformer.ipynb #trans02
+# %% ../nbs/04_transformer.ipynb #trans04
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -18,7 +18,7 @@ from .vocabulary import PAD
 
 POSITIONS = {'sinusoidal': SinusoidalPositions, 'learned': LearnedPositions, 'none': NoPositions}
 
-# %% ../nbs/04_transformer.ipynb #trans03
+# %% ../nbs/04_transformer.ipynb #trans05
 @dataclass(frozen=True)
 class TransformerConfig:
     """The sizes of a model: one row of Table 3. The defaults are the base model.
@@ -58,7 +58,7 @@ class TransformerConfig:
             raise ValueError(f'positions={self.positions!r} is unknown: '
                              f'choose one of {", ".join(POSITIONS)}')
 
-# %% ../nbs/04_transformer.ipynb #trans04
+# %% ../nbs/04_transformer.ipynb #trans07
 class Transformer(nn.Module):
     "Figure 1: source ids and target ids in, logits of the next target token out."
     def __init__(self, config: TransformerConfig):
@@ -108,12 +108,9 @@ class Transformer(nn.Module):
         x = self.dropout(self.tgt_positions(x))
         return self.decoder(x, encoder_output, causal_mask(tgt.size(1), tgt.device), src_mask)
 
-    def hidden_states(
-        self,
-        src: Int[Tensor, "batch n"], # source ids with EOS, padded with PAD
-        tgt: Int[Tensor, "batch m"], # target ids from BOS on, padded with PAD
-    ) -> Float[Tensor, "batch m d_model"]:
-        "Return the decoder's output, from which `lm_head` computes the logits."
+    def hidden_states(self, src: Int[Tensor, "batch n"],
+                      tgt: Int[Tensor, "batch m"]) -> Float[Tensor, "batch m d_model"]:
+        "Return the decoder's output; `forward` applies `lm_head` to it."
         return self.decode(tgt, self.encode(src), padding_mask(src, PAD))
 
     def forward(
@@ -124,12 +121,12 @@ class Transformer(nn.Module):
         "Return the logits of the token that follows each target position."
         return self.lm_head(self.hidden_states(src, tgt))
 
-# %% ../nbs/04_transformer.ipynb #trans05
+# %% ../nbs/04_transformer.ipynb #trans15
 def count_parameters(model: nn.Module) -> int:
     "Return the number of trained parameters; a shared matrix counts once."
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
-# %% ../nbs/04_transformer.ipynb #trans06
+# %% ../nbs/04_transformer.ipynb #trans16
 PRESETS = {
     'toy': TransformerConfig(n_layers=2, d_model=128, d_ff=256, n_heads=4),
     'tiny': TransformerConfig(n_layers=4, d_model=128, d_ff=256, n_heads=4),
