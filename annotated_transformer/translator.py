@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FILES', 'SHIPPED', 'Translation', 'TranslateSettings', 'best_device', 'decoding_config', 'require', 'shared_copy',
-           'score_translations', 'Translator']
+           'Translator']
 
-# %% ../nbs/29_translator.ipynb #d5a18b84
+# %% ../nbs/29_translator.ipynb #5a79c0b8
 import copy
 import math
 import tempfile
@@ -19,25 +19,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import nn
 from tqdm.auto import tqdm
 
 from .attention_maps import AttentionMaps, attention_maps
 from .batches import pad_rows
 from .checkpoints import load_model, save_model
+from .decoding import score_translations
 from .files import atomic_write, read_json, to_json
 from .hub import download_folder, upload_folder
 from .inference import DecodingConfig, beam_search, sample
 from .kernels import accelerate
 from .text_streams import InputReport, buffered, length_groups
 from .training import perplexity
-from .vocabulary import BOS, EOS, PAD, UNK, Tokenizer, load_tokenizer
+from .vocabulary import BOS, EOS, UNK, Tokenizer, load_tokenizer
 
 FILES = ('config.json', 'model.safetensors', 'tokenizer.json', 'training.json') # of a model folder
 SHIPPED = Path(str(files('annotated_transformer'))) / 'data/toy-ende' # the model that comes with the package
 
-# %% ../nbs/29_translator.ipynb #0b6e39fd
+# %% ../nbs/29_translator.ipynb #73350e10
 @dataclass(frozen=True)
 class Translation:
     "One translation of a sentence. An empty or unreadable sentence has no scores: NaN."
@@ -45,7 +45,7 @@ class Translation:
     normalized_score: float # log_prob divided by the length penalty: what translations are ranked by
     log_prob: float         # log-probability of all its tokens, EOS included, in nats
 
-# %% ../nbs/29_translator.ipynb #80465e94
+# %% ../nbs/29_translator.ipynb #ea88dc82
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 else:
@@ -67,7 +67,7 @@ class TranslateSettings(TypedDict, total=False):
     progress_bar: bool
     total: int | None
 
-# %% ../nbs/29_translator.ipynb #99feafd1
+# %% ../nbs/29_translator.ipynb #37ae690d
 def best_device() -> str:
     "Return 'cuda' if PyTorch finds a CUDA GPU, else 'cpu'."
     return 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -82,31 +82,16 @@ def decoding_config(training: dict, path: str | Path = 'training.json') -> Decod
 def require(text, *kinds: type, name: str = 'text') -> None:
     "Raise TypeError unless `text` is of one of these types."
     if not isinstance(text, kinds):
-        expected = 'an iterable' if Iterable in kinds else 'a list'
-        raise TypeError(f'{name} must be a string or {expected} of strings, got {type(text).__name__}')
+        names = {str: 'a string', list: 'a list of strings', Iterable: 'an iterable of strings'}
+        expected = ' or '.join(names[kind] for kind in kinds if kind in names)
+        raise TypeError(f'{name} must be {expected}, got {type(text).__name__}')
 
 def shared_copy(model: nn.Module) -> nn.Module:
     "Return a copy that shares all tensors: recording on it does not touch a model that other threads use."
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return copy.deepcopy(model, shared)
 
-# %% ../nbs/29_translator.ipynb #a65516ee
-@torch.inference_mode()
-def score_translations(
-    model: nn.Module,               # in eval mode
-    src: Int[Tensor, "batch n"],    # source ids with EOS, padded with PAD
-    targets: Sequence[Sequence[int]], # ids of one translation for each source, without BOS and EOS
-) -> Float[Tensor, "batch"]: # in nats, EOS included
-    "Return the log-probabilities of given translations, by teacher forcing. Raises FloatingPointError for NaN."
-    tgt = pad_rows(targets, first=BOS, last=EOS).to(src.device)
-    logits = model(src, tgt[:, :-1]).float()
-    logits[..., [PAD, BOS]] = -math.inf # never generated
-    log_probs = logits.log_softmax(-1).gather(-1, tgt[:, 1:, None]).squeeze(-1)
-    if log_probs.isnan().any():
-        raise FloatingPointError("the model's logits are NaN or infinite: its weights are damaged")
-    return log_probs.masked_fill(tgt[:, 1:] == PAD, 0).sum(1)
-
-# %% ../nbs/29_translator.ipynb #84604f72
+# %% ../nbs/29_translator.ipynb #eeb963e7
 class Translator:
     """A trained model with its tokenizer: text in, text out.
 
@@ -393,6 +378,8 @@ class Translator:
         for group in length_groups(longer, batch_tokens):
             group_src = pad_rows([src[i] for i in group]).to(self.device)
             found = score_translations(self.model, group_src, [tgt[i] for i in group])
+            if found.isnan().any():
+                raise FloatingPointError("the model's logits are NaN: its weights are damaged")
             for i, log_prob in zip(group, found.tolist()):
                 results[i] = log_prob
         return results

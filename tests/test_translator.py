@@ -1,0 +1,485 @@
+"Translator: streams of any length, texts with anything in them, scores, settings, threads."
+import copy
+import itertools
+import json
+import math
+import subprocess
+import sys
+import tracemalloc
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from annotated_transformer.attention import attention
+from annotated_transformer.inference import DecodingConfig
+from annotated_transformer.toy_languages import toy_ende
+from annotated_transformer.transformer import Transformer, TransformerConfig
+from annotated_transformer.translator import FILES, Translation, Translator
+from annotated_transformer.vocabulary import BOS, EOS, PAD, train_tokenizer
+
+PAIRS = [(pair.src, pair.tgt) for pair in toy_ende('train', n=300)]
+TEXTS = [src for src, _ in PAIRS[:23]]
+QUICK = {'beam_size': 1, 'max_extra_tokens': 3}
+
+
+def make(kind='bpe', seed=0, **sizes):
+    "A small untrained translator with weights large enough for varied translations."
+    tokenizer = train_tokenizer(kind, PAIRS, ('en', 'de'), vocab_size=300)
+    torch.manual_seed(seed)
+    config = {'n_layers': 1, 'd_model': 16, 'd_ff': 24, 'n_heads': 2, 'max_len': 40, 'dropout': 0.0} | sizes
+    model = Transformer(TransformerConfig(len(tokenizer), **config))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return Translator(model, tokenizer)
+
+
+@pytest.fixture(scope='module')
+def translator():
+    return make()
+
+
+@pytest.fixture(scope='module', params=['bpe', 'words'])
+def either(request):
+    return make(request.param)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory, translator):
+    path = tmp_path_factory.mktemp('models') / 'model'
+    translator.save(path)
+    return path
+
+
+def with_warnings(run):
+    "The result of a call, and the messages of its warnings."
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        return run(), [str(warning.message) for warning in caught]
+
+
+# --- loading and saving
+
+def test_the_shipped_model_translates():
+    translator = Translator.load(device='cpu')
+    assert translator.translate('The small dog sees a cat.') == 'Der kleine Hund sieht eine Katze.'
+    pairs = toy_ende('test', n=40)
+    found = translator.translate([pair.src for pair in pairs])
+    assert sum(translation == pair.tgt for translation, pair in zip(found, pairs)) >= 36
+    assert repr(translator) == 'Translator(en to de, 790,528 parameters on cpu)'
+
+
+def test_a_saved_folder_gives_the_same_translations(translator, folder):
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    assert Translator.load(folder, 'cpu').translate(TEXTS) == translator.translate(TEXTS)
+
+
+def test_a_loaded_model_is_accelerated_and_computes_the_same(translator, folder):
+    loaded = Translator.load(folder, 'cpu')
+    assert loaded.model.encoder.layers[0].self_attention.attention_fn is not attention
+    assert translator.model.encoder.layers[0].self_attention.attention_fn is attention
+    assert loaded.score(TEXTS, TEXTS) == pytest.approx(translator.score(TEXTS, TEXTS), abs=1e-3)
+    torch.testing.assert_close(loaded.attention(TEXTS[0], 'Der').cross, translator.attention(TEXTS[0], 'Der').cross)
+
+
+@pytest.mark.parametrize('missing', FILES)
+def test_a_missing_file_is_named(folder, tmp_path, missing):
+    for name in FILES:
+        if name != missing:
+            (tmp_path / name).write_bytes((folder / name).read_bytes())
+    with pytest.raises(FileNotFoundError, match=missing):
+        Translator.load(tmp_path)
+
+
+def test_a_tokenizer_of_another_model_is_refused(translator):
+    other = train_tokenizer('bpe', PAIRS, ('en', 'de'), vocab_size=250)
+    with pytest.raises(ValueError, match='the tokenizer has 250 tokens, the model'):
+        Translator(translator.model, other)
+
+
+def test_the_hub(folder, translator, tmp_path, monkeypatch):
+    uploaded = {}
+    def upload_folder(path, repo_id, private, message):
+        uploaded.update({file.name: file.read_bytes() for file in Path(path).iterdir()})
+        return f'https://hub/{repo_id}'
+    def download_folder(repo_id, names, revision):
+        assert repo_id == 'me/model' and tuple(names) == FILES and revision == 'v1'
+        return folder
+    monkeypatch.setattr('annotated_transformer.translator.upload_folder', upload_folder)
+    monkeypatch.setattr('annotated_transformer.translator.download_folder', download_folder)
+    assert translator.push_to_hub('me/model') == 'https://hub/me/model'
+    assert uploaded == {file.name: file.read_bytes() for file in folder.iterdir()}
+    expected = translator.translate(TEXTS, **QUICK)
+    assert Translator.from_pretrained('me/model', 'v1').translate(TEXTS, **QUICK) == expected
+    assert Translator.from_pretrained(str(folder), device='cpu').translate(TEXTS, **QUICK) == expected # no download
+
+
+# --- one sentence, lists, streams
+
+@pytest.mark.parametrize('options', [
+    QUICK, {'beam_size': 3, 'max_extra_tokens': 3}, {'beam_size': 3, 'max_extra_tokens': 3, 'prefix': 'Der'}], ids=str)
+@pytest.mark.parametrize('buffer_size', [1, 4, 23, 1000])
+def test_streams_lists_and_single_sentences_agree(translator, options, buffer_size):
+    expected = translator.translate(TEXTS, **options)
+    stream = translator.translate(iter(TEXTS), buffer_size=buffer_size, **options)
+    assert iter(stream) is stream and list(stream) == expected
+    assert translator.translate(tuple(TEXTS), **options) == expected
+    lines = (text.encode() + b'\n' for text in TEXTS)
+    assert list(translator.translate(lines, buffer_size=buffer_size, **options)) == expected
+    assert [translator.translate(text, **options) for text in TEXTS[:5]] == expected[:5]
+    assert len(set(expected)) > 5 # otherwise the order of the results would not be tested
+
+
+def test_small_groups_change_nothing(translator):
+    expected = translator.translate(TEXTS, **QUICK)
+    assert translator.translate(TEXTS, batch_tokens=1, **QUICK) == expected
+    assert translator.translate(TEXTS, batch_tokens=30, **QUICK) == expected
+
+
+def test_a_stream_is_read_buffer_by_buffer(translator):
+    read = []
+    def lines():
+        for i in range(100):
+            read.append(i)
+            yield TEXTS[i % 23]
+    stream = translator.translate(lines(), buffer_size=5, **QUICK)
+    assert not read # nothing is read before the first translation is asked for
+    list(itertools.islice(stream, 5))
+    assert len(read) == 5
+    next(stream)
+    assert len(read) == 10
+
+
+def test_an_error_of_the_stream_itself_is_not_hidden(translator):
+    def lines():
+        yield TEXTS[0]
+        raise OSError('connection lost')
+    with pytest.raises(OSError, match='connection lost'):
+        list(translator.translate(lines(), **QUICK))
+
+
+def test_an_unreadable_line_does_not_stop_the_others(translator):
+    mixed = [TEXTS[0], b'na\xefve', None, TEXTS[1], 7, TEXTS[2].encode()]
+    good = translator.translate(TEXTS[:3], **QUICK)
+    for source in (mixed, iter(mixed)):
+        found, messages = with_warnings(lambda: list(translator.translate(source, **QUICK)))
+        assert found == [good[0], '', '', good[1], '', good[2]]
+        assert len(messages) == 1 and '3 of 6 lines' in messages[0] and 'line 2: not UTF-8' in messages[0]
+    for source in (mixed, iter(mixed)):
+        with pytest.raises(ValueError, match='line 2: not UTF-8'):
+            list(translator.translate(source, on_error='raise', **QUICK))
+
+
+def test_unreadable_and_empty_lines_have_no_scores(translator):
+    (found, _) = with_warnings(lambda: translator.translate_n_best([b'\xff', '', ' ', TEXTS[0]], 2, beam_size=2))
+    for [translation] in found[:3]:
+        assert translation.text == '' and math.isnan(translation.log_prob) and math.isnan(translation.normalized_score)
+    assert len(found[3]) == 2 and all(way.log_prob < 0 for way in found[3])
+
+
+def test_truncation_is_reported_once(translator):
+    long = ['a', 'dog ' * 100, 'cat ' * 300, '', *TEXTS[:5]]
+    for source in (long, iter(long), (text for text in long)):
+        found, messages = with_warnings(lambda: list(translator.translate(source, buffer_size=1, **QUICK)))
+        assert len(found) == 9 and len(messages) == 1
+        assert '2 of 9 sentences were truncated to 39 tokens' in messages[0]
+        assert 'the first is number 2' in messages[0]
+    assert with_warnings(lambda: translator.translate(TEXTS, **QUICK))[1] == []
+
+
+def test_truncated_prefixes_and_translations_are_called_by_their_names(translator):
+    long = 'hund ' * 100
+    _, [message] = with_warnings(lambda: translator.translate(['a', 'b', ''], prefix=['', long, None], **QUICK))
+    assert '1 of 3 prefixes were truncated to 39 tokens' in message
+    for method in (translator.score, translator.perplexity):
+        _, [message] = with_warnings(lambda: method(['a', 'b'], ['x', long]))
+        assert '1 of 2 translations were truncated' in message
+    _, [message] = with_warnings(lambda: translator.attention('a', long))
+    assert '1 of 1 translations' in message
+
+
+@pytest.mark.parametrize('source, total, shown', [
+    (list, None, '23/23'), (iter, None, '23sentence'), (iter, 23, '23/23')])
+def test_the_progress_bar_counts_sentences(translator, capsys, source, total, shown):
+    texts = source(['', *TEXTS[1:]])
+    list(translator.translate(texts, progress_bar=True, total=total, buffer_size=4, **QUICK))
+    assert shown in capsys.readouterr().err
+    list(translator.translate(source(TEXTS), **QUICK))
+    assert capsys.readouterr().err == ''
+
+
+def peak_memory(translator, n_lines):
+    "Bytes of Python objects that a stream of so many lines of 5 kB takes at most."
+    lines = (f'The dog sees {i} cats. ' * 220 for i in range(n_lines))
+    tracemalloc.start()
+    for _ in translator.translate(lines, buffer_size=10, beam_size=1, max_extra_tokens=0):
+        pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+@pytest.mark.filterwarnings('ignore:.*were truncated')
+def test_memory_does_not_grow_with_the_stream(translator):
+    peak_memory(translator, 10)
+    assert peak_memory(translator, 120) - peak_memory(translator, 20) < 150_000 # 100 more lines are 0.5 MB of text
+
+
+# --- texts with anything in them
+
+CHARACTERS = st.characters(exclude_categories=()) # every code point, lone surrogates too
+ODD = st.sampled_from(['', ' ', '\n', '\N{DOG}' * 50, 'שלום', 'مرحبا \u202e', '\x00', '\x1b[2J', '\ud800', 'a' * 2000,
+                       '<eos>', '￭', '▁', '\u2028', '\ufeff', 'e\u0301' * 30, '\U000e0001', '. ' * 200, '⁇ <unk>'])
+STRINGS = st.text(CHARACTERS, max_size=2000) | ODD | st.lists(ODD, max_size=4).map(''.join) | st.sampled_from(TEXTS)
+LIGHT = settings(max_examples=30, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+
+
+@LIGHT
+@given(texts=st.lists(STRINGS, max_size=6))
+def test_any_list_of_strings(either, texts):
+    found, messages = with_warnings(lambda: either.translate(texts, **QUICK))
+    assert len(found) == len(texts) and all(isinstance(text, str) for text in found)
+    assert all(text.encode('utf-8') is not None for text in found) # no half of a character
+    n_long = sum(len(row) > 39 for row in either.tokenizer.encode_batch(texts, 'en'))
+    assert len(messages) == bool(n_long)
+    if n_long:
+        assert f'{n_long} of {len(texts)} sentences' in messages[0]
+    assert all(translation == '' for text, translation in zip(texts, found) if not text.strip())
+
+
+@settings(LIGHT, max_examples=15)
+@given(texts=st.lists(STRINGS, min_size=1, max_size=3), prefix=STRINGS, beam_size=st.integers(1, 3))
+def test_any_string_in_every_method(either, texts, prefix, beam_size):
+    def call_all():
+        best = either.translate_n_best(texts, n_best=beam_size, beam_size=beam_size, max_extra_tokens=2)
+        streamed = list(either.translate(iter(texts), beam_size=beam_size, max_extra_tokens=2, buffer_size=2))
+        forced = either.translate(texts, prefix=prefix, **QUICK)
+        drawn = either.sample(texts, seed=0)
+        scores = either.score(texts, [prefix] * len(texts))
+        return best, streamed, forced, drawn, scores, either.attention(texts[0], prefix)
+    best, streamed, forced, drawn, scores, maps = with_warnings(call_all)[0]
+    assert [translations[0].text for translations in best] == streamed
+    assert len(forced) == len(drawn) == len(scores) == len(texts)
+    assert all(score <= 0 and math.isfinite(score) for score in scores)
+    assert maps.cross.shape[-2:] == (len(maps.tgt), len(maps.src))
+
+
+# --- wrong arguments
+
+@pytest.mark.parametrize('wrong', [None, 7, 2.5])
+def test_what_is_no_text_raises_type_error(translator, wrong):
+    name = type(wrong).__name__
+    for call in (translator.translate, lambda text: translator.translate_n_best(text, 2), translator.sample,
+                 lambda text: translator.score(text, 'a'), lambda text: translator.score('a', text)):
+        with pytest.raises(TypeError, match=f'must be a string or .* of strings, got {name}'):
+            call(wrong)
+
+
+@pytest.mark.parametrize('options, message', [
+    ({'beam_size': 0}, 'beam_size=0'), ({'length_penalty': -1.0}, 'length_penalty=-1.0'),
+    ({'patience': -2.0}, 'patience=-2.0'),
+    ({'batch_tokens': 0}, 'batch_tokens=0'),
+    ({'buffer_size': 0}, 'buffer_size=0')], ids=str)
+def test_settings_out_of_range(translator, options, message):
+    with pytest.raises(ValueError, match=message):
+        translator.translate(TEXTS, **options) # at once, not when the first translation is asked for
+
+
+UNCHECKED = '''
+from annotated_transformer.translator import Translator
+translator = Translator.load(device='cpu')
+for call in (lambda: translator.attention(None), lambda: translator.perplexity('a', ['b']),
+             lambda: translator.translate(['a'], on_error='ignore')):
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        print(type(error).__name__, error)
+'''
+
+
+def test_messages_without_type_checking():
+    done = subprocess.run([sys.executable, '-c', UNCHECKED], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        'TypeError text must be a string, got NoneType', 'TypeError text must be a list of strings, got str',
+        "ValueError on_error='ignore' must be 'warn' or 'raise'"], done
+
+
+def test_unknown_settings(translator):
+    for call in (translator.translate, lambda text, **options: translator.translate_n_best(text, 2, **options)):
+        with pytest.raises(TypeError, match='beams'):
+            call(TEXTS, beams=3)
+
+
+def test_lists_of_different_lengths(translator):
+    with pytest.raises(ValueError, match='2 sentences and 1 translations'):
+        translator.score(['a', 'b'], ['x'])
+    with pytest.raises(ValueError, match='one sentence with one translation'):
+        translator.score(['a', 'b'], 'x')
+    with pytest.raises(ValueError, match='no translations'):
+        translator.perplexity([], [])
+    for prefixes in (['Der'], ['Der'] * 4):
+        with pytest.raises(ValueError):
+            translator.translate(TEXTS[:3], prefix=prefixes, **QUICK)
+
+
+def test_nan_weights_raise_an_error(translator):
+    broken = Translator(copy.deepcopy(translator.model), translator.tokenizer)
+    with torch.no_grad():
+        broken.model.decoder.layers[0].feed_forward.linear2.bias[0] = math.nan
+    for call in (broken.translate, broken.sample, lambda text: broken.translate(text, beam_size=1),
+                 lambda text: broken.score(text, text)):
+        with pytest.raises(FloatingPointError, match='logits are NaN'):
+            call(TEXTS[0])
+
+
+# --- n-best lists, prefixes, scores, samples
+
+def test_n_best(translator):
+    options = {'n_best': 3, 'beam_size': 5, 'max_extra_tokens': 3}
+    best = translator.translate_n_best(TEXTS[:4], **options)
+    assert [len(translations) for translations in best] == [3] * 4
+    assert all(isinstance(translation, Translation) for translations in best for translation in translations)
+    first = [translations[0].text for translations in best]
+    assert first == translator.translate(TEXTS[:4], beam_size=5, max_extra_tokens=3)
+    for translations in best:
+        scores = [translation.normalized_score for translation in translations]
+        assert scores == sorted(scores, reverse=True) and len(set(scores)) == 3
+    assert list(translator.translate_n_best(iter(TEXTS[:4]), **options)) == best
+    alone = translator.translate_n_best(TEXTS[0], **options)
+    assert [translation.text for translation in alone] == [translation.text for translation in best[0]]
+    with pytest.raises(ValueError, match='n_best=5'):
+        translator.translate_n_best(TEXTS, n_best=5, beam_size=4)
+
+
+def test_prefixes_are_kept(translator):
+    found = translator.translate(TEXTS[:3], prefix=['Der Hund', None, ''], **QUICK)
+    assert found[0].startswith('Der Hund') and found[1:] == translator.translate(TEXTS[1:3], **QUICK)
+    assert all(text.startswith('Die') for text in translator.translate(iter(TEXTS), prefix='Die', **QUICK))
+
+
+def test_a_prefix_with_unknown_characters_stays_as_it_was_given(either):
+    for prefix in ('„Zoë', 'Zoë 3 ', 'Der ☃'):
+        assert either.translate(TEXTS[0], prefix=prefix, **QUICK).startswith(prefix.rstrip())
+
+
+def test_scores_are_those_of_teacher_forcing():
+    translator = make(max_len=100)
+    src, tgt = zip(*PAIRS[:9], ('', 'Der Hund'), ('The dog', ''), ('', ''))
+    together = translator.score(src, tgt)
+    n_tokens = 0
+    for source, target, found in zip(src, tgt, together):
+        ids = translator.tokenizer.encode(target)
+        with torch.no_grad():
+            logits = translator.model(torch.tensor([[*translator.tokenizer.encode(source), EOS]]),
+                                      torch.tensor([[BOS, *ids]]))[0]
+        logits[:, [PAD, BOS]] = -torch.inf # never generated
+        expected = logits.log_softmax(-1)[range(len(ids) + 1), [*ids, EOS]].sum().item()
+        assert found == pytest.approx(expected, abs=1e-3)
+        assert translator.score(source, target) == pytest.approx(found, abs=1e-3)
+        n_tokens += len(ids) + 1
+    assert translator.score(src, tgt, batch_tokens=1) == pytest.approx(together, abs=1e-3)
+    assert translator.perplexity(src, tgt) == pytest.approx(math.exp(-sum(together) / n_tokens), rel=1e-4)
+
+
+def test_a_translation_has_the_score_that_teacher_forcing_gives_it():
+    translator = Translator.load(device='cpu') # trained: its translations end in EOS
+    n_equal = 0
+    for text, translations in zip(TEXTS, translator.translate_n_best(TEXTS, 2, beam_size=3, length_penalty=0.7)):
+        for translation in translations:
+            length = len(translator.tokenizer.encode(translation.text, 'de')) + 1
+            if translation.log_prob != pytest.approx(translator.score(text, translation.text), abs=1e-3):
+                continue # the same text in other tokens
+            expected = translation.log_prob / ((5 + length) / 6) ** 0.7
+            assert translation.normalized_score == pytest.approx(expected, abs=1e-3)
+            n_equal += 1
+    assert n_equal >= 1.5 * len(TEXTS)
+
+
+def test_samples_follow_their_seed(translator):
+    first = translator.sample(TEXTS, seed=5)
+    assert first == translator.sample(TEXTS, seed=5) != translator.sample(TEXTS, seed=6)
+    assert translator.sample(TEXTS) != translator.sample(TEXTS) # a new seed each time
+    assert translator.sample(TEXTS, top_k=1) == translator.translate(TEXTS, beam_size=1)
+    assert translator.sample('') == ''
+    assert isinstance(translator.sample(TEXTS[0], temperature=2.0, top_p=0.5), str)
+
+
+# --- the model's own settings
+
+def test_a_models_own_settings(translator, tmp_path):
+    own = Translator(translator.model, translator.tokenizer, {'decoding': {'beam_size': 1, 'max_extra_tokens': 2}})
+    assert own.translate(TEXTS) == translator.translate(TEXTS, beam_size=1, max_extra_tokens=2)
+    assert own.translate(TEXTS) != translator.translate(TEXTS)
+    assert own.translate(TEXTS, beam_size=4, max_extra_tokens=50) == translator.translate(TEXTS)
+    own.save(tmp_path / 'own')
+    assert Translator.load(tmp_path / 'own').decoding == DecodingConfig(beam_size=1, max_extra_tokens=2)
+    assert translator.decoding == DecodingConfig()
+
+
+def test_patience_can_be_switched_off():
+    shipped = Translator.load(device='cpu')
+    impatient = Translator(shipped.model, shipped.tokenizer, {'decoding': {'patience': 0.125, 'beam_size': 8}})
+    texts = [pair.src for pair in toy_ende('test_long', n=40)]
+    exhaustive = shipped.translate(texts, beam_size=8)
+    assert impatient.translate(texts) != exhaustive
+    assert impatient.translate(texts, patience=math.inf) == exhaustive
+
+
+@pytest.mark.parametrize('decoding', [{'beam_size': 0}, {'beams': 2}, 7, {'length_penalty': 'x'}], ids=str)
+def test_invalid_settings_in_training_json(translator, tmp_path, decoding):
+    translator.save(tmp_path)
+    (tmp_path / 'training.json').write_text(json.dumps({'decoding': decoding}))
+    with pytest.raises(ValueError, match=r'training\.json: invalid "decoding" settings'):
+        Translator.load(tmp_path)
+
+
+@pytest.mark.parametrize('text', ['[]', '{"run": ', '7'])
+def test_a_damaged_training_json_is_named(translator, tmp_path, text):
+    translator.save(tmp_path)
+    (tmp_path / 'training.json').write_text(text)
+    with pytest.raises(ValueError, match=r'training\.json'):
+        Translator.load(tmp_path)
+
+
+# --- attention maps, threads, types
+
+def test_attention_maps(translator):
+    maps = translator.attention(TEXTS[0], PAIRS[0][1])
+    n_src, n_tgt = len(maps.src), len(maps.tgt)
+    assert maps.src[-1] == '<eos>' and maps.tgt[0] == '<bos>'
+    assert maps.encoder.shape == (1, 2, n_src, n_src)
+    assert maps.decoder.shape == (1, 2, n_tgt, n_tgt)
+    assert maps.cross.shape == (1, 2, n_tgt, n_src)
+    assert not maps.decoder.triu(1).any()
+    for weights in (maps.encoder, maps.decoder, maps.cross):
+        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+    own = translator.attention(TEXTS[0])
+    explicit = translator.attention(TEXTS[0], translator.translate(TEXTS[0]))
+    assert own.tgt == explicit.tgt and torch.equal(own.cross, explicit.cross)
+
+
+def test_attention_is_safe_beside_other_threads(translator):
+    "A server shows attention to one reader while it translates for others."
+    text, others = TEXTS[0], TEXTS[1:6]
+    maps = translator.attention(text)
+    translations = translator.translate(others, **QUICK)
+    with ThreadPoolExecutor(4) as pool:
+        translated = [pool.submit(translator.translate, others, **QUICK) for _ in range(10)]
+        recorded = [pool.submit(translator.attention, text) for _ in range(20)]
+    assert [future.result() for future in translated] == [translations] * 10
+    for future in recorded:
+        torch.testing.assert_close(future.result().cross, maps.cross)
+    assert all(module.attention_fn is attention for module in translator.model.modules()
+               if hasattr(module, 'attention_fn'))
+
+
+def test_type_checkers_see_every_setting_of_translate():
+    import inspect
+    from annotated_transformer.translator import TranslateSettings
+    parameters = [p.name for p in inspect.signature(Translator.translate).parameters.values()
+                  if p.kind is p.KEYWORD_ONLY]
+    assert parameters == list(TranslateSettings.__annotations__)
