@@ -669,6 +669,7 @@ def test_a_state_of_something_else(tmp_path):
 def test_best_steps():
     values = [(1, 3., 1.), (2, 1., 5.), (3, 2., 5.), (4, float('nan'), float('nan'))]
     rows = [dict(step=step, val_loss=loss, val_bleu=bleu) for step, loss, bleu in values]
+    assert best_steps(rows, 'val_loss', 9) == [2, 3, 1] # a validation that was not a number is never best
     assert best_steps(rows, 'val_loss', 2) == [2, 3] and best_steps(rows, 'val_bleu', 2) == [2, 3]
     assert best_steps(rows + [dict(step=2, val_loss=9.)], 'val_loss', 1) == [3] # the last value of a step counts
     assert best_steps(iter([dict(step=1, loss=3.)]), 'val_loss', 2) == [] and best_steps(rows, 'val_loss', 0) == []
