@@ -56,16 +56,17 @@ def restricted_attention(
     n = query.size(2)
     size = max(1, r // 2) # of a block
     missing = -n % size   # positions that complete the last block
-    query_position = torch.arange(n + missing).unflatten(0, (-1, size))
-    key_position = torch.arange(-size, n + missing + size).unfold(0, 3 * size, size)
-    distance = query_position[:, :, None] - key_position[:, None, :]
-    exists = (key_position >= 0) & (key_position < n)
-    mask = (distance.abs() <= r // 2) & exists[:, None, :]            # (blocks, size, 3 size)
-    queries = F.pad(query, (0, 0, 0, missing)).unflatten(2, (-1, size))
-    keys = F.pad(key, (0, 0, size, size + missing)).unfold(2, 3 * size, size).mT
-    values = F.pad(value, (0, 0, size, size + missing)).unfold(2, 3 * size, size).mT
-    output, _ = attention(queries, keys, values, mask.to(query.device))
-    return output.flatten(2, 3)[:, :, :n]                             # blocks side by side
+    def with_neighbours(x): # each block with the one before and the one after it
+        return F.pad(x, (0, 0, size, size + missing)).unfold(2, 3 * size, size).mT
+
+    position = torch.arange(n + missing, device=query.device).unflatten(0, (-1, size))
+    neighbour = position[:, :1] + torch.arange(-size, 2 * size, device=query.device)
+    near = (position[:, :, None] - neighbour[:, None, :]).abs() <= r // 2
+    exists = (neighbour >= 0) & (neighbour < n)
+    blocks = F.pad(query, (0, 0, 0, missing)).unflatten(2, (-1, size))
+    mask = near & exists[:, None, :]                         # (blocks, size, 3 size)
+    output, _ = attention(blocks, with_neighbours(key), with_neighbours(value), mask)
+    return output.flatten(2, 3)[:, :, :n]
 
 # %% ../nbs/05_why_self_attention.ipynb #why_s09
 def count_multiplications(f: Callable[[], object]) -> int:
