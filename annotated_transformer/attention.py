@@ -45,8 +45,8 @@ def attention(
 class MultiHeadAttention(nn.Module):
     """Multi-head attention (section 3.2.2).
 
-    Raises ValueError if a size is below 1, or `n_heads` does not divide `d_model` and no head sizes
-    are given.
+    Raises ValueError if a size is below 1, or if `n_heads` does not divide `d_model` although `d_k`
+    or `d_v` is to be d_model / n_heads.
     """
     def __init__(
         self,
@@ -56,10 +56,12 @@ class MultiHeadAttention(nn.Module):
         d_v: int | None = None, # features of a head's values (default: d_model / n_heads)
     ):
         super().__init__()
-        for name, size in {'n_heads': n_heads, 'd_k': d_k, 'd_v': d_v}.items():
+        sizes = {'d_model': d_model, 'n_heads': n_heads, 'd_k': d_k, 'd_v': d_v}
+        for name, size in sizes.items():
             if size is not None and size < 1:
                 raise ValueError(f'{name}={size} must be at least 1')
-        if d_model % n_heads and (d_k is None or d_v is None):
+        needs_default = d_k is None or d_v is None
+        if needs_default and d_model % n_heads != 0:
             raise ValueError(f'd_model={d_model} is not divisible by n_heads={n_heads}: '
                              'choose sizes that divide evenly, or set d_k and d_v')
         d_k = d_k or d_model // n_heads
@@ -73,7 +75,8 @@ class MultiHeadAttention(nn.Module):
 
     def split_heads(self, x: Float[Tensor, "batch n features"]) -> Float[Tensor, "batch heads n d"]:
         "Give each head its own slice of the features."
-        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        slices = x.unflatten(-1, (self.n_heads, -1)) # (batch, n, heads, d)
+        return slices.transpose(1, 2)
 
     def merge_heads(self, x: Float[Tensor, "batch heads n d"]) -> Float[Tensor, "batch n features"]:
         "Concatenate the features of all heads."

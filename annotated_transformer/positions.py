@@ -17,7 +17,8 @@ def sinusoids(
     if d_model % 2:
         raise ValueError(f'd_model={d_model} is odd: choose an even size, for sine and cosine')
     position = torch.arange(n, dtype=torch.float64)[:, None] # double: angles reach thousands
-    frequency = 10000 ** (-torch.arange(0, d_model, 2, dtype=torch.float64) / d_model)
+    two_i = torch.arange(0, d_model, 2, dtype=torch.float64) # 2i in the paper: 0, 2, 4, ...
+    frequency = 10000 ** (-two_i / d_model)
     table = torch.empty(n, d_model)
     table[:, 0::2] = (position * frequency).sin()
     table[:, 1::2] = (position * frequency).cos()
@@ -31,7 +32,7 @@ def check_length(n: int, max_len: int) -> None:
                          'shorten the input, or build a model with a larger max_len')
 
 class SinusoidalPositions(nn.Module):
-    "Add PE(pos) of section 3.5 to the token at position pos. Nothing is learned, nothing is saved."
+    "Add PE(pos) of section 3.5 to the token at position pos. The table is not trained or saved."
     def __init__(
         self,
         d_model: int, # features of a token
@@ -45,7 +46,7 @@ class SinusoidalPositions(nn.Module):
         check_length(x.size(1), len(self.table))
         return x + self.table[:x.size(1)]
 
-# %% ../nbs/02_positions.ipynb #posi018
+# %% ../nbs/02_positions.ipynb #posi020
 class LearnedPositions(nn.Module):
     "Add a learned vector for each position (Table 3, row E)."
     def __init__(
@@ -55,7 +56,7 @@ class LearnedPositions(nn.Module):
     ):
         super().__init__()
         self.table = nn.Parameter(torch.empty(max_len, d_model))
-        nn.init.normal_(self.table, std=0.5 ** 0.5) # mean square 1/2, like sinusoids
+        nn.init.normal_(self.table, std=0.5 ** 0.5) # variance 1/2: as large as sinusoids on average
 
     def forward(self, x: Float[Tensor, "batch n d_model"]) -> Float[Tensor, "batch n d_model"]:
         "Return x + table. Raises ValueError if the input is longer than `max_len`."
@@ -63,4 +64,4 @@ class LearnedPositions(nn.Module):
         return x + self.table[:x.size(1)]
 
 class NoPositions(nn.Identity):
-    "Return the tokens as they are. Arguments are those of the other classes, and are ignored."
+    "Return the tokens unchanged. Takes the arguments of the other classes, and ignores them."
