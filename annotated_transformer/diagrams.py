@@ -24,9 +24,10 @@ def attention() -> None:
         return [[(color, 1 if i == 1 else 0.3)] * width for i in range(4)]
     attended = [[(PURPLE, s if i == 1 else 0.3 * s) if w else PALE for w, s in zip(weights, shade)] for i in range(4)]
     values = [[(GREEN, s) if w else PALE] * 2 for w, s in zip(weights, shade)]
+    logits = [[(PURPLE, s if i == 1 else 0.3 * s) for s in (1, 0.4, 0.7, 0.5, 0.85, 0.6)] for i in range(4)]
     matrix(ax, 0.42, y, rows(BLUE, 3), 'query', '(m, d_k)')
     matrix(ax, 1.4, y, [[ORANGE] * 6] * 3, 'keyᵀ', '(d_k, n)')
-    matrix(ax, 3.35, y, rows(PURPLE, 6), 'logits', '(m, n)')
+    matrix(ax, 3.35, y, logits, 'logits', '(m, n)')
     matrix(ax, 5.25, y, attended, 'weights', '(m, n)')
     matrix(ax, 6.25, y, values, 'value', '(n, d_v)')
     matrix(ax, 7.05, y, rows(GREEN, 2), 'output', '(m, d_v)')

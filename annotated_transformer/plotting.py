@@ -143,7 +143,8 @@ def color_map(
         return [tuple(0.7 + 0.2 * rgb), tuple(rgb), tuple(0.62 * rgb)]
     colors = shades(color)
     if negative:
-        colors = shades(negative)[:0:-1] + colors
+        middle = (*to_rgb(GREY), 0.1) if not opaque else (0.88, 0.88, 0.89) # zero belongs to neither colour
+        colors = shades(negative)[:0:-1] + [middle] + colors[1:]
     return LinearSegmentedColormap.from_list('book', colors)
 
 def cells(
