@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from annotated_transformer import vocabulary
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.vocabulary import (
     BOS, EOS, PAD, SPECIALS, UNK, BytePairTokenizer, SentencePieceTokenizer, WordTokenizer, add_joiners, join_words,
@@ -112,6 +113,14 @@ def test_normal_form(tokenizer):
                     == tokenizer.encode('The dog', 'en')), hex(code)
 
 
+def test_byte_pairs_of_unusual_text(pairs):
+    bpe = train_tokenizer('bpe', pairs, LANGS, 400)
+    assert bpe.encode('a中文b').count(UNK) == 1 # neighbouring unknown characters are one token
+    assert ' ' not in bpe.decode(bpe.encode('a▁b')) # a literal ▁ is not a space
+    texts = [f'{i} dogs' for i in range(2500)]
+    assert bpe.encode_batch(texts) == [bpe.encode(text) for text in texts]
+
+
 # --- words
 
 def test_words_are_those_of_the_training_texts(pairs):
@@ -138,12 +147,13 @@ def test_rare_words_are_unknown():
     assert WordTokenizer.train(texts, vocab_size=5).vocabulary == [*SPECIALS, 'a']
 
 
-def test_a_word_spelled_like_a_special_token_is_unknown():
+def test_a_word_spelled_like_a_special_token_is_unknown(monkeypatch):
     words = WordTokenizer([*SPECIALS, 'a'], LANGS)
     words.splitters['en'] = lambda text: [(word, True) for word in text.split()] # keeps <eos> whole
     assert words.encode(' '.join(SPECIALS) + ' a b', 'en') == [UNK] * 4 + [4, UNK]
-    trained = WordTokenizer(SPECIALS, ('en',))
-    assert trained.vocabulary == list(SPECIALS)
+    monkeypatch.setattr(vocabulary, 'spacy_splitter', lambda lang: words.splitters['en'])
+    trained = WordTokenizer.train([('en', ['a <eos> <eos> a'])])
+    assert trained.vocabulary == [*SPECIALS, 'a']
 
 
 def test_a_literal_joiner_joins_nothing():
@@ -229,6 +239,9 @@ def test_sentencepiece_with_a_vocabulary_for_each_language(sentencepiece_tokeniz
     for piece in pieces[:100]:
         assert (piece in own.ids[0], piece in own.ids[1]) == (piece in pieces[:60], piece in pieces[40:100])
         assert own.token(own.ids[0].get(piece, own.ids[1].get(piece))) == piece
+    only_target = [piece for piece in own.vocabularies[1] if piece not in own.vocabularies[0] and piece[0] == '▁'][0]
+    text = only_target[1:]
+    assert only_target in own.tokens(own.encode(text, 'de')) and only_target not in own.tokens(own.encode(text, 'en'))
 
 
 def test_what_is_not_sentencepiece():
@@ -306,7 +319,8 @@ def test_special_tokens_in_another_order(pairs):
 def test_training_gives_the_same_file_in_every_process(tmp_path):
     code = '''if True:
         import sys
-        from annotated_transformer.toy_languages import toy_ende
+        from annotated_transformer import vocabulary
+from annotated_transformer.toy_languages import toy_ende
         from annotated_transformer.vocabulary import train_tokenizer
         pairs = [(pair.src, pair.tgt) for pair in toy_ende('train', n=400)]
         for kind in ('bpe', 'words'):
