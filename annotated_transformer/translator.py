@@ -6,7 +6,7 @@
 __all__ = ['FILES', 'SHIPPED', 'Translation', 'TranslateSettings', 'best_device', 'decoding_config', 'require', 'shared_copy',
            'Translator']
 
-# %% ../nbs/29_translator.ipynb #5a79c0b8
+# %% ../nbs/29_translator.ipynb #6f4ed868
 import copy
 import math
 import tempfile
@@ -37,7 +37,7 @@ from .vocabulary import BOS, EOS, UNK, Tokenizer, load_tokenizer
 FILES = ('config.json', 'model.safetensors', 'tokenizer.json', 'training.json') # of a model folder
 SHIPPED = Path(str(files('annotated_transformer'))) / 'data/toy-ende' # the model that comes with the package
 
-# %% ../nbs/29_translator.ipynb #73350e10
+# %% ../nbs/29_translator.ipynb #eb75b6ad
 @dataclass(frozen=True)
 class Translation:
     "One translation of a sentence. An empty or unreadable sentence has no scores: NaN."
@@ -45,7 +45,7 @@ class Translation:
     normalized_score: float # log_prob divided by the length penalty: what translations are ranked by
     log_prob: float         # log-probability of all its tokens, EOS included, in nats
 
-# %% ../nbs/29_translator.ipynb #ea88dc82
+# %% ../nbs/29_translator.ipynb #76e8dafc
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 else:
@@ -67,7 +67,7 @@ class TranslateSettings(TypedDict, total=False):
     progress_bar: bool
     total: int | None
 
-# %% ../nbs/29_translator.ipynb #37ae690d
+# %% ../nbs/29_translator.ipynb #8636bc73
 def best_device() -> str:
     "Return 'cuda' if PyTorch finds a CUDA GPU, else 'cpu'."
     return 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -91,7 +91,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return copy.deepcopy(model, shared)
 
-# %% ../nbs/29_translator.ipynb #eeb963e7
+# %% ../nbs/29_translator.ipynb #fc71d82b
 class Translator:
     """A trained model with its tokenizer: text in, text out.
 
@@ -192,7 +192,7 @@ class Translator:
         self,
         text, # a sentence; a list or tuple of sentences; or any other iterable, such as an open file
         *,
-        prefix: str | Iterable[str | None] | None = None, # how translations begin: one for all, or one for each sentence
+        prefix: str | Iterable[str | None] | None = None, # how translations begin: one for all, or one for each
         beam_size: int | None = None,               # this and the next six: see `DecodingConfig`;
         length_penalty: float | None = None,        # None: the model's own setting
         length_penalty_offset: float | None = None,
@@ -202,7 +202,7 @@ class Translator:
         patience: float | None = None,              # math.inf: search until no active hypothesis can win
         batch_tokens: int = 4096,                   # padded source tokens times beam size that are decoded at once
         buffer_size: int = 2048,                    # sentences of an iterable that are read and sorted together
-        on_error: Literal['warn', 'raise'] = 'warn', # unreadable lines: an empty translation and a warning, or ValueError
+        on_error: Literal['warn', 'raise'] = 'warn', # unreadable lines: '' and a warning, or ValueError
         progress_bar: bool = False,
         total: int | None = None,                   # number of sentences of an iterable, for the progress bar
     ): # str for a sentence, list[str] for a list or tuple, Iterator[str] for any other iterable
