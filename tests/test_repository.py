@@ -15,10 +15,10 @@ PACKAGE = ROOT/'annotated_transformer'
 
 # Each module imports only from lower floors. A new module takes its place here.
 FLOORS = {
-    -1: 'files', # the standard library alone; whatever writes a file imports it
-    0: 'attention positions vocabulary toy_grammar toy_languages scoring experiments checks plotting '
+    -1: 'files toy_words', # the standard library alone; whatever writes a file imports files
+    0: 'attention positions vocabulary toy_grammar parallel_text scoring experiments checks plotting '
        'distributed hub text_streams',
-    1: 'layers batches complexity bpe_dropout word_vectors drawing',
+    1: 'layers batches complexity bpe_dropout word_vectors drawing toy_languages downloads',
     2: 'transformer corpora diagrams',
     3: 'training decoding attention_maps relative_positions recurrent large_corpora',
     4: 'kernels checkpoints inference',
