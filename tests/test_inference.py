@@ -1,0 +1,224 @@
+"Cached, batched search returns the tokens of the reference search."
+import math
+
+import pytest
+import torch
+
+from annotated_transformer import decoding
+from annotated_transformer.inference import (
+    DecoderState, DecodingConfig, KeyValueCache, beam_search, greedy, next_log_probs, sample)
+from annotated_transformer.recurrent import Recurrent, RecurrentConfig
+from annotated_transformer.relative_positions import RelativeConfig, RelativeTransformer
+from annotated_transformer.transformer import Transformer, TransformerConfig
+from annotated_transformer.vocabulary import BOS, EOS, PAD
+
+SIZES = {'vocab_size': 23, 'n_layers': 2, 'd_model': 16, 'd_ff': 24, 'n_heads': 4, 'max_len': 40}
+
+
+def make_model(kind):
+    torch.manual_seed(1)
+    if kind == 'post-norm':
+        model = Transformer(TransformerConfig(**SIZES))
+    elif kind == 'pre-norm, learned positions':
+        model = Transformer(TransformerConfig(**SIZES, norm='pre', positions='learned', tied=False))
+    elif kind == 'own head sizes':
+        model = Transformer(TransformerConfig(**SIZES, d_k=3, d_v=5))
+    else:
+        model = RelativeTransformer(RelativeConfig(**SIZES, norm='pre', positions=kind))
+    with torch.no_grad(): # sharper distributions, so that translations end at different lengths
+        model.lm_head.weight.mul_(3)
+    return model.eval()
+
+
+KINDS = ['post-norm', 'pre-norm, learned positions', 'own head sizes', 'rotary', 'alibi']
+
+
+@pytest.fixture(params=KINDS)
+def model(request):
+    return make_model(request.param)
+
+
+@pytest.fixture
+def src():
+    "Twelve sentences of 1 to 9 tokens, padded."
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, 23, (12, 9), generator=generator)
+    for row, length in zip(ids, [8, 3, 1, 5, 8, 2, 7, 4, 6, 1, 3, 8]):
+        row[length] = EOS
+        row[length + 1:] = PAD
+    return ids
+
+
+def one_by_one(src):
+    "Each sentence without its padding."
+    return [row[row != PAD][None] for row in src]
+
+
+def test_cached_logits_equal_those_of_one_pass(model, src):
+    tgt = torch.randint(4, 23, (12, 6), generator=torch.Generator().manual_seed(1))
+    tgt[:, 0] = BOS
+    with torch.no_grad():
+        state = DecoderState(model, src)
+        steps = [state.logits(tgt[:, i:i + 1])[:, 0] for i in range(6)]
+        expected = model(src, tgt)
+    torch.testing.assert_close(torch.stack(steps, dim=1), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_reordered_hypotheses_keep_their_own_past(model, src):
+    "Two hypotheses of a sentence swap places: the logits follow them."
+    tokens = torch.tensor([[5, 9]]).expand(12, 2)
+    with torch.no_grad():
+        states = [DecoderState(model, src) for _ in range(2)]
+        for state in states:
+            state.logits(torch.full((12, 1), BOS))
+            state.reorder(torch.zeros(12, 2, dtype=torch.long))
+            state.logits(tokens)
+        states[1].reorder(torch.tensor([[1, 0]]).expand(12, 2))
+        straight = states[0].logits(torch.tensor([[7, 7]]).expand(12, 2))
+        swapped = states[1].logits(torch.tensor([[7, 7]]).expand(12, 2))
+    torch.testing.assert_close(straight, swapped.flip(1), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(straight, swapped, atol=1e-3)
+
+
+def test_selected_sentences_continue_unchanged(model, src):
+    rows = torch.tensor([3, 0, 7])
+    with torch.no_grad():
+        states = [DecoderState(model, src), DecoderState(model, src[rows])]
+        states[0].logits(torch.full((12, 1), BOS))
+        states[1].logits(torch.full((3, 1), BOS))
+        states[0].select_rows(rows)
+        left, right = (state.logits(torch.full((3, 1), 6)) for state in states)
+    torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize('beam_size', [1, 4])
+@pytest.mark.parametrize('length_penalty', [0.0, 0.6, 1.5])
+def test_beam_search_equals_the_reference(model, src, beam_size, length_penalty):
+    found = beam_search(model, src, beam_size=beam_size, length_penalty=length_penalty, max_extra_tokens=12)
+    for hypotheses, sentence in zip(found, one_by_one(src)):
+        expected = decoding.beam_search(model, sentence, beam_size=beam_size, length_penalty=length_penalty,
+                                        max_extra_tokens=12)[0]
+        if beam_size > 1:
+            assert hypotheses[0].ids == expected.ids
+            assert math.isclose(hypotheses[0].normalized_score, expected.normalized_score, abs_tol=1e-4)
+
+
+def test_greedy_equals_the_reference(model, src):
+    assert [found.ids for found in greedy(model, src, max_extra_tokens=9)] == decoding.greedy(model, src, 9)
+
+
+def test_beam_of_one_is_greedy(model, src):
+    beams = beam_search(model, src, beam_size=1, max_extra_tokens=9)
+    assert [found[0].ids for found in beams] == [found.ids for found in greedy(model, src, max_extra_tokens=9)]
+
+
+def test_batch_equals_single_sentences(model, src):
+    batched = beam_search(model, src, max_extra_tokens=9)
+    alone = [beam_search(model, sentence, max_extra_tokens=9)[0] for sentence in one_by_one(src)]
+    assert [found[0].ids for found in batched] == [found[0].ids for found in alone]
+
+
+def test_log_probs_are_those_of_teacher_forcing(model, src):
+    for hypotheses, sentence in zip(beam_search(model, src, max_extra_tokens=6), one_by_one(src)):
+        ids = hypotheses[0].ids
+        is_finished = len(ids) < sentence.size(1) + 6
+        target = torch.tensor([ids + [EOS]] if is_finished else [ids])
+        with torch.no_grad():
+            logits = model(sentence, torch.cat([torch.tensor([[BOS]]), target[:, :-1]], dim=1))
+        logits[..., [PAD, BOS]] = -math.inf
+        expected = logits.log_softmax(-1).gather(-1, target[..., None]).sum().item()
+        assert math.isclose(hypotheses[0].log_prob, expected, abs_tol=1e-3)
+
+
+def test_n_best_lists_are_sorted_and_different(model, src):
+    "Finished hypotheses come first, best first; then those that were cut off at the maximum length."
+    lengths = (src != PAD).sum(1).tolist()
+    for hypotheses, length in zip(beam_search(model, src, n_best=3, max_extra_tokens=9), lengths):
+        assert len({tuple(hypothesis.ids) for hypothesis in hypotheses}) == len(hypotheses) == 3
+        cut_off = [len(hypothesis.ids) == length + 9 for hypothesis in hypotheses]
+        ranks = [(cut, -hypothesis.normalized_score) for cut, hypothesis in zip(cut_off, hypotheses)]
+        assert ranks == sorted(ranks)
+
+
+def test_prefix_is_kept(model, src):
+    prefix = [[7, 8]] * 6 + [[]] * 6
+    for search in (lambda: [found[0] for found in beam_search(model, src, prefix=prefix)],
+                   lambda: greedy(model, src, prefix=prefix),
+                   lambda: sample(model, src, prefix=prefix, generator=torch.Generator().manual_seed(0))):
+        assert all(found.ids[:2] == [7, 8] for found in search()[:6])
+
+
+def test_minimum_length(model, src):
+    assert all(len(found[0].ids) >= 6 for found in beam_search(model, src, min_length=6))
+
+
+def test_no_ngram_occurs_twice(model, src):
+    for hypotheses in beam_search(model, src, no_repeat_ngram_size=2, max_extra_tokens=15):
+        ids = hypotheses[0].ids
+        bigrams = list(zip(ids, ids[1:]))
+        assert len(set(bigrams)) == len(bigrams)
+
+
+def test_maximum_length(model, src):
+    lengths = (src != PAD).sum(1).tolist()
+    for hypotheses, length in zip(beam_search(model, src, max_extra_tokens=2), lengths):
+        assert len(hypotheses[0].ids) <= length + 2
+
+
+def test_samples_repeat_with_the_seed(model, src):
+    draws = [sample(model, src, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_sampling_from_the_best_token_is_greedy(model, src):
+    sampled = sample(model, src, top_k=1, max_extra_tokens=9)
+    assert [found.ids for found in sampled] == [found.ids for found in greedy(model, src, max_extra_tokens=9)]
+
+
+def test_recurrent_model_is_searched_by_the_same_code(src):
+    torch.manual_seed(0)
+    model = Recurrent(RecurrentConfig(vocab_size=23, d_model=16, max_len=40)).eval()
+    batched = beam_search(model, src, max_extra_tokens=9)
+    alone = [beam_search(model, sentence, max_extra_tokens=9)[0] for sentence in one_by_one(src)]
+    assert [found[0].ids for found in batched] == [found[0].ids for found in alone]
+
+
+def test_cache_grows_beyond_its_first_buffer():
+    cache = KeyValueCache()
+    keys = torch.randn(2, 3, 40, 4)
+    for i in range(40):
+        key, value = cache.append(keys[:, :, i:i + 1], 2 * keys[:, :, i:i + 1])
+    assert torch.equal(key, keys)
+    assert torch.equal(value, 2 * keys)
+
+
+@pytest.mark.parametrize('name, value', [
+    ('beam_size', 0), ('max_extra_tokens', -1), ('min_length', -1), ('no_repeat_ngram_size', -1),
+    ('n_best', 0), ('n_best', 5), ('length_penalty', -0.1), ('length_penalty', math.nan), ('length_penalty_offset', -1.0),
+    ('patience', 0.0), ('patience', math.inf)])
+def test_settings_out_of_range_are_named(name, value):
+    with pytest.raises(ValueError, match=name):
+        DecodingConfig(**{name: value})
+
+
+@pytest.mark.parametrize('changes, name', [({'temperature': 0.0}, 'temperature'), ({'top_k': -1}, 'top_k'),
+                                           ({'top_p': 0.0}, 'top_p'), ({'top_p': 1.1}, 'top_p')])
+def test_sampling_settings_out_of_range_are_named(src, changes, name):
+    with pytest.raises(ValueError, match=name):
+        sample(make_model('post-norm'), src, **changes)
+
+
+def test_bad_prefixes_are_named(src):
+    model = make_model('post-norm')
+    with pytest.raises(ValueError, match='2 prefixes for 12 sentences'):
+        greedy(model, src, prefix=[[7], [8]])
+    with pytest.raises(ValueError, match='max_len=40'):
+        greedy(model, src, prefix=[[7] * 40] * 12)
+    with pytest.raises(ValueError, match='PAD, BOS and EOS'):
+        greedy(model, src, prefix=[[EOS]] * 12)
+
+
+def test_nan_logits_are_an_error():
+    logits = torch.full((1, 1, 9), math.nan)
+    with pytest.raises(FloatingPointError, match='damaged'):
+        next_log_probs(logits, torch.zeros(1, 1, 0, dtype=torch.long), DecodingConfig())
