@@ -43,11 +43,7 @@ def attention(
 
 # %% ../nbs/01_attention.ipynb #attn029
 class MultiHeadAttention(nn.Module):
-    """Multi-head attention (section 3.2.2).
-
-    Raises ValueError if a size is below 1, or if `n_heads` does not divide `d_model` although `d_k`
-    or `d_v` is to be d_model / n_heads.
-    """
+    "Multi-head attention (section 3.2.2). Raises ValueError if a default size is not whole."
     def __init__(
         self,
         d_model: int,           # features of inputs and outputs
@@ -56,18 +52,13 @@ class MultiHeadAttention(nn.Module):
         d_v: int | None = None, # features of a head's values (default: d_model / n_heads)
     ):
         super().__init__()
-        sizes = {'d_model': d_model, 'n_heads': n_heads, 'd_k': d_k, 'd_v': d_v}
-        for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise ValueError(f'{name}={size} must be at least 1')
-        needs_default = d_k is None or d_v is None
-        if needs_default and d_model % n_heads != 0:
+        if (d_k is None or d_v is None) and d_model % n_heads != 0:
             raise ValueError(f'd_model={d_model} is not divisible by n_heads={n_heads}: '
                              'choose sizes that divide evenly, or set d_k and d_v')
         d_k = d_k or d_model // n_heads
         d_v = d_v or d_model // n_heads
         self.n_heads = n_heads
-        self.attention_fn = attention # later pages set a faster function, or a recording one
+        self.attention_fn = attention # `kernels` and `attention_maps` replace it
         self.q_proj = nn.Linear(d_model, n_heads * d_k)
         self.k_proj = nn.Linear(d_model, n_heads * d_k)
         self.v_proj = nn.Linear(d_model, n_heads * d_v)
@@ -75,8 +66,7 @@ class MultiHeadAttention(nn.Module):
 
     def split_heads(self, x: Float[Tensor, "batch n features"]) -> Float[Tensor, "batch heads n d"]:
         "Give each head its own slice of the features."
-        slices = x.unflatten(-1, (self.n_heads, -1)) # (batch, n, heads, d)
-        return slices.transpose(1, 2)
+        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
 
     def merge_heads(self, x: Float[Tensor, "batch heads n d"]) -> Float[Tensor, "batch n features"]:
         "Concatenate the features of all heads."
@@ -84,9 +74,9 @@ class MultiHeadAttention(nn.Module):
 
     def forward(
         self,
-        query: Float[Tensor, "batch m d_model"],      # inputs of the queries
-        key: Float[Tensor, "batch n d_model"],        # inputs of the keys
-        value: Float[Tensor, "batch n d_model"],      # inputs of the values
+        query: Float[Tensor, "batch m d_model"],      # vectors to project to queries
+        key: Float[Tensor, "batch n d_model"],        # vectors to project to keys
+        value: Float[Tensor, "batch n d_model"],      # vectors to project to values
         mask: Bool[Tensor, "... #m n"] | None = None, # True where a query may attend
     ) -> Float[Tensor, "batch m d_model"]:
         "Project, split into heads, attend, concatenate, project."
