@@ -189,7 +189,7 @@ class TrainingLoader:
         src = batch.src
         tgt = batch.tgt
         if self.multiple > 1: # a compiled model: lengths and numbers of rows from a short list
-            length = int(round_up(self.lengths[rows].max(), self.multiple))
+            length = int(round_up(self.lengths[rows], self.multiple).max())
             n_rows = -(-(self.max_tokens // length) // self.world_size)
             src = pad_to(src, n_rows, length)
             tgt = pad_to(tgt, n_rows, length + 1)

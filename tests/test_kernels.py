@@ -1,0 +1,131 @@
+"The fast functions return what the reference functions return, gradients included."
+import pytest
+import torch
+from torch.testing import assert_close
+
+from annotated_transformer.attention import MultiHeadAttention, attention
+from annotated_transformer.attention_maps import attention_maps
+from annotated_transformer.kernels import (
+    FastDropout, accelerate, fused_attention, linear_cross_entropy, r_drop_loss)
+from annotated_transformer.relative_positions import RelativeConfig, RelativeTransformer
+from annotated_transformer.training import label_smoothing_loss
+from annotated_transformer.transformer import Transformer, TransformerConfig
+
+SIZES = {'vocab_size': 23, 'n_layers': 2, 'd_model': 16, 'd_ff': 24, 'n_heads': 4}
+
+
+@pytest.mark.parametrize('n', [3, 40, 41, 70])
+@pytest.mark.parametrize('masked', [False, True])
+def test_fused_attention(n, masked):
+    torch.manual_seed(n)
+    query = torch.randn(2, 3, 5, 4, requires_grad=True)
+    key = torch.randn(2, 3, n, 4, requires_grad=True)
+    value = torch.randn(2, 3, n, 6, requires_grad=True)
+    mask = None
+    if masked:
+        mask = torch.rand(2, 1, 5, n) < 0.6
+        mask[0, 0, 1] = False # a fully masked query
+    results = []
+    for function in (attention, fused_attention):
+        output, _ = function(query, key, value, mask)
+        results.append([output, *torch.autograd.grad((output * output.detach().cos()).sum(), (query, key, value))])
+    for expected, found in zip(*results):
+        assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize('label_smoothing', [0.0, 0.1])
+@pytest.mark.parametrize('chunk_size', [None, 1, 7, 50, 51, 64])
+@pytest.mark.parametrize('with_bias', [False, True])
+def test_chunked_loss(label_smoothing, chunk_size, with_bias):
+    torch.manual_seed(0)
+    hidden = torch.randn(51, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(30, 8, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(30, dtype=torch.float64, requires_grad=True) if with_bias else None
+    inputs = [x for x in (hidden, weight, bias) if x is not None]
+    targets = torch.randint(0, 30, (51,))
+    found = linear_cross_entropy(hidden, weight, targets, label_smoothing, bias, chunk_size)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    expected = label_smoothing_loss(logits, targets, label_smoothing) * 51
+    assert_close(found, expected)
+    for a, b in zip(torch.autograd.grad(3 * found, inputs), torch.autograd.grad(3 * expected, inputs)):
+        assert_close(a, b)
+    with torch.no_grad():
+        assert_close(linear_cross_entropy(hidden, weight, targets, label_smoothing, bias, chunk_size), expected)
+
+
+def test_chunked_loss_survives_large_logits():
+    hidden = torch.tensor([[1000.0], [-1000.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [2.0], [-1.0]])
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([1, 2]))
+    loss.backward()
+    assert loss.isfinite() and hidden.grad.isfinite().all()
+
+
+def test_chunk_size_must_be_positive():
+    with pytest.raises(ValueError, match='chunk_size=0'):
+        linear_cross_entropy(torch.randn(2, 3, requires_grad=True), torch.randn(5, 3), torch.tensor([1, 2]), chunk_size=0)
+
+
+@pytest.mark.parametrize('label_smoothing', [0.0, 0.1])
+def test_r_drop(label_smoothing):
+    torch.manual_seed(0)
+    hidden1, hidden2 = (torch.randn(20, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight = torch.randn(30, 8, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 30, (20,))
+    log_p = (hidden1 @ weight.T).log_softmax(-1)
+    log_q = (hidden2 @ weight.T).log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum() + (log_q.exp() * (log_q - log_p)).sum()
+    expected = 4.0 / 2 * kl
+    for hidden in (hidden1, hidden2):
+        expected = expected + 20 * label_smoothing_loss(hidden @ weight.T, targets, label_smoothing)
+    found = r_drop_loss(hidden1, hidden2, weight, targets, label_smoothing, r_drop=4.0, chunk_size=6)
+    assert_close(found, expected)
+    inputs = (hidden1, hidden2, weight)
+    for a, b in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs)):
+        assert_close(a, b)
+
+
+@pytest.mark.parametrize('p', [0.1, 0.5])
+def test_fast_dropout(p):
+    torch.manual_seed(0)
+    x = torch.ones(500, 401)
+    dropped = FastDropout(p)(x)
+    assert abs((dropped == 0).float().mean().item() - p) < 5e-3
+    assert_close(dropped.unique(), torch.tensor([0.0, 1 / (1 - p)]), atol=1e-3, rtol=0)
+    columns = (dropped == 0).float()
+    assert abs((columns[:, 0] * columns[:, 1]).mean() - p * p) < 0.06 # neighbours are independent
+    assert torch.equal(FastDropout(p).eval()(x), x)
+
+
+def test_fast_dropout_repeats_with_the_seed():
+    x = torch.randn(30, 7)
+    draws = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        draws.append(FastDropout(0.3)(x))
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize('positions', ['sinusoidal', 'rotary', 'alibi'])
+def test_accelerated_model_computes_the_same(positions):
+    torch.manual_seed(0)
+    if positions == 'sinusoidal':
+        model = Transformer(TransformerConfig(**SIZES)).eval()
+    else:
+        model = RelativeTransformer(RelativeConfig(**SIZES, positions=positions)).eval()
+    src, tgt = torch.randint(4, 23, (2, 3, 50))
+    src[0, 30:] = 0
+    maps = attention_maps(model, src[:1], tgt[:1])
+    logits = model(src, tgt)
+    assert accelerate(model) is model
+    assert_close(model(src, tgt), logits, atol=1e-4, rtol=1e-4)
+    for a, b in zip(attention_maps(model, src[:1], tgt[:1]), maps): # recording still sees the weights
+        assert_close(a, b)
+
+
+def test_accelerate_leaves_other_attention_functions_alone():
+    mha = MultiHeadAttention(8, 2)
+    mha.attention_fn = lambda query, key, value, mask=None: (value, None)
+    function = mha.attention_fn
+    accelerate(mha)
+    assert mha.attention_fn is function

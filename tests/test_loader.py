@@ -1,0 +1,100 @@
+"Batches for long runs: every pair once per epoch, the same after a resume, shared among processes."
+import numpy as np
+import pytest
+import torch
+
+from annotated_transformer import loader as module
+from annotated_transformer.loader import TrainingLoader, bucket, windows
+from annotated_transformer.vocabulary import PAD
+
+
+def make_pairs(n=700, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 25, size=(n, 2))
+    return [(rng.integers(4, 50, a).tolist(), rng.integers(4, 50, b).tolist()) for a, b in lengths]
+
+
+def rows_of(batch):
+    return [tuple(row[row != PAD].tolist()) for row in batch.tgt]
+
+
+@pytest.mark.parametrize('shuffle', [False, True])
+def test_every_pair_is_in_one_batch(shuffle):
+    loader = TrainingLoader(make_pairs(), 256, shuffle=shuffle)
+    batches = list(loader.index_batches(3))
+    assert sorted(np.concatenate(batches).tolist()) == list(range(700))
+    assert len(batches) == len(loader)
+
+
+def test_budget_holds_with_padding():
+    for batch in TrainingLoader(make_pairs(), 256).epoch(0):
+        assert batch.src.numel() <= 256 and batch.tgt_in.numel() <= 256
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    def order(seed, epoch):
+        return [rows.tolist() for rows in TrainingLoader(make_pairs(), 256, seed=seed).index_batches(epoch)]
+    assert order(1, 2) == order(1, 2)
+    assert order(1, 2) != order(1, 3) and order(1, 2) != order(2, 2)
+
+
+def test_resuming_skips_batches():
+    loader = TrainingLoader(make_pairs(), 256)
+    whole = [batch.src for batch in loader.epoch(1)]
+    for resumed, expected in zip(loader.epoch(1, start=7), whole[7:], strict=True):
+        assert torch.equal(resumed.src, expected)
+
+
+@pytest.mark.parametrize('size', [2, 3])
+def test_processes_share_each_batch(size):
+    parts = [TrainingLoader(make_pairs(), 256, rank=rank, world_size=size).epoch(0) for rank in range(size)]
+    for whole, *shares in zip(TrainingLoader(make_pairs(), 256).epoch(0), *parts, strict=True):
+        assert sorted(row for share in shares for row in rows_of(share)) == sorted(rows_of(whole))
+        assert all(share.global_tokens == whole.n_tokens for share in shares)
+
+
+def test_few_shapes_for_a_compiled_model():
+    shapes = {tuple(batch.src.shape) for batch in TrainingLoader(make_pairs(), 256, pad_to_multiple_of=8).epoch(0)}
+    assert {length % 8 for _, length in shapes} == {0}
+    assert all(n_rows == 256 // length for n_rows, length in shapes)
+
+
+def test_pairs_that_change_each_epoch():
+    calls = []
+    def pairs(epoch):
+        calls.append(epoch)
+        return make_pairs(50, seed=epoch)
+    loader = TrainingLoader(pairs, 256)
+    for epoch in (0, 1):
+        found = sorted(row for batch in loader.epoch(epoch) for row in rows_of(batch))
+        expected = sorted((1, *tgt, 2) for _, tgt in make_pairs(50, seed=epoch))
+        assert found == expected
+    assert calls == [0, 1]
+
+
+def test_large_corpora_are_sorted_in_windows(monkeypatch):
+    monkeypatch.setattr(module, 'WINDOW', 64)
+    monkeypatch.setattr(module, 'BLOCK', 8)
+    parts = list(windows(300, seed=1, epoch=2))
+    assert max(map(len, parts)) <= 64
+    assert sorted(np.concatenate(parts).tolist()) == list(range(300))
+    loader = TrainingLoader(make_pairs(300), 256)
+    assert sorted(np.concatenate(list(loader.index_batches(0))).tolist()) == list(range(300))
+
+
+def test_bucketing_saves_padding():
+    lengths = np.array([(len(src) + 1, len(tgt) + 1) for src, tgt in make_pairs()])
+    def padding(batches):
+        padded = sum(len(rows) * lengths[rows].max(0).sum() for rows in batches)
+        return 1 - lengths.sum() / padded
+    in_order = [np.arange(start, min(start + 10, 700)) for start in range(0, 700, 10)]
+    assert padding(bucket(lengths, 256, np.random.default_rng(0))) < padding(in_order) / 2
+
+
+@pytest.mark.parametrize('options, message', [
+    ({'max_tokens': 10}, 'more than max_tokens=10'), ({'max_tokens': 0}, 'max_tokens=0'),
+    ({'max_tokens': 256, 'rank': 2, 'world_size': 2}, 'rank=2'),
+    ({'max_tokens': 256, 'pad_to_multiple_of': 0}, 'pad_to_multiple_of=0')])
+def test_bad_settings_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingLoader(make_pairs(), **options)

@@ -1,0 +1,188 @@
+"A run counts, validates, saves, resumes and stops as it should."
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from annotated_transformer import training
+from annotated_transformer.batches import collate
+from annotated_transformer.checkpoints import list_checkpoints, read_log
+from annotated_transformer.kernels import accelerate
+from annotated_transformer.loader import TrainingLoader
+from annotated_transformer.run_log import Interrupted
+from annotated_transformer.trainer import (
+    LossModule, TrainConfig, Trainer, scale_residual_branches, summed_loss, train_step, validate)
+from annotated_transformer.transformer import Transformer, TransformerConfig
+
+
+def make_pairs(n=120):
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(4, 14, (int(torch.randint(1, 8, (), generator=generator)),), generator=generator).tolist()
+            for _ in range(n)]
+    return [(row, row) for row in rows]
+
+
+def make_model(dropout=0.1):
+    torch.manual_seed(0)
+    sizes = {'vocab_size': 14, 'n_layers': 1, 'd_model': 16, 'd_ff': 24, 'n_heads': 2, 'max_len': 20}
+    return accelerate(Transformer(TransformerConfig(**sizes, dropout=dropout)))
+
+
+def make_trainer(out, measure=None, **changes):
+    settings = {'max_tokens': 128, 'warmup_steps': 5, 'peak_lr': 1e-2, 'max_steps': 20, 'save_every': 5, 'log_every': 5}
+    config = TrainConfig(**settings | changes)
+    pairs = make_pairs()
+    val_batches = list(TrainingLoader(pairs[100:], 128, shuffle=False).epoch(0))
+    loader = TrainingLoader(pairs[:100], config.max_tokens, seed=config.seed)
+    return Trainer(make_model(), loader, val_batches, config, out, measure, progress_bar=False)
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_step_equals_the_reference():
+    "With one batch and no clipping it is `training.train_step`."
+    batch = collate(make_pairs(20))
+    models = [make_model(dropout=0.0) for _ in range(2)]
+    expected = training.train_step(models[0], batch, torch.optim.SGD(models[0].parameters()), 0.1)
+    found = train_step(LossModule(models[1].train(), TrainConfig()), [batch], torch.optim.SGD(models[1].parameters()),
+                       0.1, math.inf)
+    assert math.isclose(found, expected, rel_tol=1e-5)
+    for a, b in zip(models[0].parameters(), models[1].parameters()):
+        assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_accumulated_batches_count_every_token_once():
+    "Parts of unequal size: the mean of their two means would differ."
+    pairs = make_pairs(20)
+    models = [make_model(dropout=0.0) for _ in range(2)]
+    losses = []
+    for model, batches in zip(models, ([collate(pairs)], [collate(pairs[:3]), collate(pairs[3:])])):
+        optimizer = torch.optim.SGD(model.parameters())
+        losses.append(train_step(LossModule(model, TrainConfig()), batches, optimizer, 0.1, math.inf))
+    assert math.isclose(*losses, rel_tol=1e-5)
+    for a, b in zip(models[0].parameters(), models[1].parameters()):
+        assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_are_clipped():
+    batch = collate(make_pairs(20))
+    model = make_model(dropout=0.0)
+    before = weights(model)
+    train_step(LossModule(model, TrainConfig()), [batch], torch.optim.SGD(model.parameters()), 1.0, max_grad_norm=1e-3)
+    moved = math.sqrt(sum((p.detach() - before[name]).square().sum().item() for name, p in model.named_parameters()))
+    assert math.isclose(moved, 1e-3, rel_tol=1e-2)
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    batch = collate(make_pairs(20))
+    model = make_model()
+    with torch.no_grad():
+        model.encoder.layers[0].feed_forward.linear2.bias[0] = math.nan
+    before = weights(model)
+    with pytest.raises(FloatingPointError, match='loss is nan'):
+        train_step(LossModule(model, TrainConfig()), [batch], torch.optim.SGD(model.parameters()), 0.1)
+    assert all(torch.equal(p, before[name]) or p.isnan().any() for name, p in model.named_parameters())
+
+
+def test_validation_equals_the_reference():
+    batches = [collate(make_pairs(30)[:9]), collate(make_pairs(30)[9:])]
+    model = make_model()
+    assert math.isclose(validate(model, batches), training.validate(model, batches), rel_tol=1e-5)
+    expected = training.batch_loss(model, batches[0], 0.1) * batches[0].n_tokens
+    assert_close(summed_loss(model, batches[0], 0.1), expected, atol=1e-3, rtol=1e-5)
+
+
+def test_log_and_checkpoints(tmp_path):
+    trainer = make_trainer(tmp_path)
+    model = trainer.fit()
+    assert not model.training
+    rows = read_log(tmp_path / 'log.jsonl')
+    assert [row['step'] for row in rows if 'loss' in row] == [5, 10, 15, 20]
+    assert [row['step'] for row in rows if 'val_loss' in row] == [5, 10, 15, 20]
+    assert {'val_loss_last', 'val_loss_averaged'} <= rows[-1].keys()
+    assert rows[-2]['val_loss'] < rows[1]['val_loss']
+    assert len(list_checkpoints(tmp_path)) == 4
+    assert json.loads((tmp_path / 'config.json').read_text())['kind'] == 'transformer'
+
+
+def test_best_candidate_is_kept(tmp_path):
+    trainer = make_trainer(tmp_path)
+    model = trainer.fit()
+    last_row = read_log(tmp_path / 'log.jsonl')[-1]
+    best = min(value for name, value in last_row.items() if name.startswith('val_loss_'))
+    assert math.isclose(validate(model, trainer.val_batches), best, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize('changes', [{}, {'ema_decay': 0.9}, {'gradient_accumulation_steps': 2}, {'r_drop': 1.0}])
+def test_resumed_run_is_bit_identical(tmp_path, changes):
+    whole = make_trainer(tmp_path / 'whole', **changes).fit()
+    make_trainer(tmp_path / 'parts', max_steps=7, **changes).fit()
+    resumed = make_trainer(tmp_path / 'parts', **changes).fit()
+    for a, b in zip(whole.parameters(), resumed.parameters()):
+        assert torch.equal(a, b)
+
+
+def test_interrupt_saves_and_says_so(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1000, save_every=1000)
+    original = trainer.step
+    def step(batches):
+        original(batches)
+        if trainer.progress.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+    trainer.step = step
+    with pytest.raises(Interrupted, match='run the same command again') as caught:
+        trainer.fit()
+    assert caught.value.signal == signal.SIGINT
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ['step-00000004']
+
+
+def test_early_stopping(tmp_path):
+    values = iter([1.0, 0.5, 0.6, 0.7, 0.8, 0.9] + [1.0] * 10)
+    trainer = make_trainer(tmp_path, lambda model: {'val_loss': next(values)}, max_steps=100, patience=2)
+    trainer.fit()
+    assert trainer.progress.step == 20 # best at step 10, then two worse ones
+
+
+def test_nan_loss_stops_with_advice(tmp_path):
+    trainer = make_trainer(tmp_path, peak_lr=1e30, max_grad_norm=math.inf)
+    with pytest.raises(FloatingPointError, match='Try a lower learning rate'):
+        trainer.fit()
+    assert list_checkpoints(tmp_path)
+
+
+def test_unknown_monitor_is_named(tmp_path):
+    with pytest.raises(ValueError, match="monitor='val_bleu' is not measured"):
+        make_trainer(tmp_path, monitor='val_bleu').fit()
+
+
+def test_scaled_initialization():
+    models = [make_model(), make_model()]
+    scale_residual_branches(models[1])
+    plain, scaled = (model.encoder.layers[0] for model in models)
+    assert_close(scaled.feed_forward.linear2.weight, plain.feed_forward.linear2.weight / math.sqrt(2))
+    assert_close(scaled.self_attention.out_proj.weight, plain.self_attention.out_proj.weight / math.sqrt(2))
+    assert torch.equal(scaled.feed_forward.linear1.weight, plain.feed_forward.linear1.weight)
+
+
+@pytest.mark.parametrize('name, value', [
+    ('max_tokens', 0), ('warmup_steps', 0), ('max_steps', 0), ('save_every', 0), ('average_checkpoints', 0),
+    ('gradient_accumulation_steps', 0), ('peak_lr', 0.0), ('peak_lr', math.nan), ('max_epochs', 0), ('max_minutes', -1.0),
+    ('patience', 0), ('r_drop', -1.0), ('r_drop', math.inf), ('label_smoothing', 1.0), ('ema_decay', 1.0),
+    ('max_grad_norm', 0.0)])
+def test_settings_out_of_range_are_named(name, value):
+    with pytest.raises(ValueError, match=name):
+        TrainConfig(**{name: value})
+
+
+def test_nothing_to_train_on(tmp_path):
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(ValueError, match='no batch to train on'):
+        Trainer(make_model(), TrainingLoader([], 128), trainer.val_batches, TrainConfig(), tmp_path)
+    with pytest.raises(ValueError, match='no batch to validate on'):
+        Trainer(make_model(), trainer.loader, [], TrainConfig(), tmp_path)
