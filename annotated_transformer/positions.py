@@ -26,13 +26,13 @@ def sinusoids(
 
 # %% ../nbs/02_positions.ipynb #posi016
 def check_length(n: int, max_len: int) -> None:
-    "Raise ValueError if `n` positions are more than `max_len`."
+    "Raise ValueError if `n` exceeds `max_len`."
     if n > max_len:
         raise ValueError(f'the input has {n} positions, but max_len={max_len}: '
                          'shorten the input, or build a model with a larger max_len')
 
 class SinusoidalPositions(nn.Module):
-    "Add PE(pos) of section 3.5 to the token at position pos. The table is not trained or saved."
+    "Add PE(pos) of section 3.5 to the vector at position pos. The table is not trained or saved."
     def __init__(
         self,
         d_model: int, # features of a token
@@ -46,7 +46,7 @@ class SinusoidalPositions(nn.Module):
         check_length(x.size(1), len(self.table))
         return x + self.table[:x.size(1)]
 
-# %% ../nbs/02_positions.ipynb #posi020
+# %% ../nbs/02_positions.ipynb #posi019
 class LearnedPositions(nn.Module):
     "Add a learned vector for each position (Table 3, row E)."
     def __init__(
