@@ -159,7 +159,7 @@ def test_state_dict_round_trip(model, tmp_path):
 @pytest.mark.parametrize('norm', ['post', 'pre'])
 @pytest.mark.filterwarnings('ignore:enable_nested_tensor')
 def test_equals_pytorch(norm):
-    "Hidden states and the gradient of the shared matrix; page 04 shows the same with explanations."
+    "Hidden states and the gradient of the shared matrix; page 04 refers to this test."
     torch.manual_seed(0)
     ours = Transformer(replace(CONFIG, norm=norm)).double()
     theirs = nn.Transformer(16, 4, 2, 2, 28, 0.0, batch_first=True, norm_first=norm == 'pre').double()
