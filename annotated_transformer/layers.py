@@ -16,8 +16,9 @@ from .attention import MultiHeadAttention
 Norm = Literal['post', 'pre']                   # place of the layer norms: see `Residual`
 Source = Float[Tensor, "batch n d_model"]       # one vector for each source position
 Target = Float[Tensor, "batch m d_model"]       # one vector for each target position
-SourceMask = Bool[Tensor, "#batch #heads #m n"] # True where a query may attend
-TargetMask = Bool[Tensor, "#m m"] | Bool[Tensor, "#batch #heads #m m"] # the causal mask
+SourceMask = Bool[Tensor, "#batch #heads #m n"] # True where a query may attend to a source position
+# True where a target position may attend to another one: one mask for the batch, or one per row
+TargetMask = Bool[Tensor, "#m m"] | Bool[Tensor, "#batch #heads #m m"]
 
 # %% ../nbs/03_layers.ipynb #layer05
 class FeedForward(nn.Module):
