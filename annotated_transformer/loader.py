@@ -2,11 +2,11 @@
 
 # %% auto #0
 __all__ = ['WINDOW', 'BLOCK', 'PartialBatch', 'make_rng', 'round_up', 'check_lengths', 'pad_to', 'batch_starts', 'windows',
-           'bucket', 'TrainingLoader']
+           'bucket', 'TrainingLoader', 'to_device']
 
 # %% ../nbs/38_loader.ipynb #ldr004
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -194,3 +194,21 @@ class TrainingLoader:
             src = pad_to(src, n_rows, length)
             tgt = pad_to(tgt, n_rows, length + 1)
         return PartialBatch(src, tgt, n_tokens)
+
+def to_device(
+    batches: Iterable[Batch],
+    device: torch.device,
+    pin: bool = True, # on a GPU, copy the next batch from pinned memory while this one is used
+) -> Iterator[Batch]:
+    "Yield the same batches on a device."
+    if device.type != 'cuda' or not pin:
+        yield from (batch.to(device) for batch in batches)
+        return
+    waiting = None
+    for batch in batches:
+        next_batch = batch.pin_memory().to(device, non_blocking=True)
+        if waiting is not None:
+            yield waiting
+        waiting = next_batch
+    if waiting is not None:
+        yield waiting

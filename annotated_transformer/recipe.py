@@ -3,11 +3,12 @@
 # %% auto #0
 __all__ = ['LENGTH_MULTIPLE', 'CAPTIONS', 'RECIPES', 'RUN_FILES', 'LIMITS', 'RunConfig', 'recipe_for', 'model_config',
            'default_run', 'settings_dict', 'without_limits', 'differences', 'stored_settings', 'is_finished',
-           'claim_folder', 'run_tokenizer', 'evaluate', 'versions', 'training_pairs', 'make_loaders',
-           'copy_trained_weights', 'new_model', 'open_run', 'train_translator']
+           'claim_folder', 'scale_residual_branches', 'run_tokenizer', 'evaluate', 'versions', 'training_pairs',
+           'make_loaders', 'copy_trained_weights', 'new_model', 'open_run', 'train_translator']
 
 # %% ../nbs/30_recipes.ipynb #rcp004
 import json
+import math
 import platform
 import shutil
 from collections.abc import Callable
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
 import annotated_transformer
+from .attention import MultiHeadAttention
 from .batches import Batch, encode_pairs
 from .bpe_dropout import dropout_pairs
 from .checkpoints import build_model, copy_weights, load_model, save_model
@@ -26,13 +29,14 @@ from .distributed import Processes
 from .files import atomic_write, read_json, to_json
 from .kernels import accelerate
 from .large_corpora import open_pairs, train_tokenizer_on
+from .layers import FeedForward
 from .loader import TrainingLoader
 from .parallel_text import PairStream
 from .recurrent import RecurrentConfig
 from .relative_positions import RELATIVE_POSITIONS, RelativeConfig
 from .run_log import tensorboard_writer
 from .scoring import Scores, score
-from .trainer import TrainConfig, Trainer, scale_residual_branches
+from .trainer import TrainConfig, Trainer
 from .transformer import PRESETS, TransformerConfig
 from .translator import Translator, best_device
 from .vocabulary import Tokenizer, load_tokenizer
@@ -216,6 +220,25 @@ def claim_folder(
 # --- the parts of a run
 
 # %% ../nbs/30_recipes.ipynb #rcp013
+@torch.no_grad()
+def scale_residual_branches(
+    model: nn.Module, # with `encoder` and `decoder`
+) -> None:
+    """Shrink what each sublayer adds to the residual stream at initialization (`init='scaled'`).
+
+    The last layer of every sublayer is divided by the square root of the number of sublayers in its stack.
+    """
+    for stack in (model.encoder, model.decoder):
+        last_layers = []
+        for module in stack.modules():
+            if isinstance(module, MultiHeadAttention):
+                last_layers.append(module.out_proj)
+            if isinstance(module, FeedForward):
+                last_layers.append(module.linear2)
+        for linear in last_layers:
+            linear.weight.div_(math.sqrt(len(last_layers)))
+            linear.bias.div_(math.sqrt(len(last_layers)))
+
 def run_tokenizer(out: Path, config: RunConfig, corpus: Corpus, overwrite: bool = False) -> Tokenizer:
     """Return the tokenizer of a run: the one in its folder, that of `start_from`, or one trained on the training split.
 
@@ -280,7 +303,7 @@ def make_loaders(
     val_batches = list(TrainingLoader(val_pairs, training.max_tokens, shuffle=False).epoch(0))
     return loader, val_batches
 
-def copy_trained_weights(model: torch.nn.Module, folder: Path) -> None:
+def copy_trained_weights(model: nn.Module, folder: Path) -> None:
     "Give a new model the weights of a trained one; dropout may differ. Raises ValueError for another model."
     trained = load_model(folder)
     there = asdict(replace(trained.config, dropout=0.0))
@@ -293,7 +316,7 @@ def copy_trained_weights(model: torch.nn.Module, folder: Path) -> None:
 def new_model(
     config: RunConfig,
     tokenizer: Tokenizer,
-) -> tuple[torch.nn.Module, dict[str, float]]: # the model, and metrics for the first row of the log
+) -> tuple[nn.Module, dict[str, float]]: # the model, and metrics for the first row of the log
     """Build the model that a run starts with: untrained, with word vectors, or with the weights of `start_from`.
 
     Raises ValueError if `start_from` holds another model, and says what differs.

@@ -11,7 +11,7 @@ PAGES = sorted(path for path in NBS.glob('*.ipynb') if re.match(r'\d\d_', path.n
 MODULES = sorted(path for path in (ROOT / 'annotated_transformer').glob('*.py') if path.stem != '_modidx')
 
 # Pages that are not rebuilt yet. The list must be empty before a release.
-NOT_REBUILT = set()
+NOT_REBUILT = {'09_evaluation'}
 
 CORE = {'cells': 45, 'words': 1300, 'code lines': 300}
 OTHER = {'cells': 70, 'words': 2200}

@@ -13,9 +13,10 @@ from annotated_transformer.batches import collate
 from annotated_transformer.checkpoints import list_checkpoints, read_log
 from annotated_transformer.kernels import accelerate
 from annotated_transformer.loader import TrainingLoader
+from annotated_transformer.recipe import scale_residual_branches
 from annotated_transformer.run_log import Interrupted
 from annotated_transformer.trainer import (
-    LossModule, TrainConfig, Trainer, scale_residual_branches, summed_loss, train_step, validate)
+    LossModule, TrainConfig, Trainer, summed_loss, train_step, validate)
 from annotated_transformer.transformer import Transformer, TransformerConfig
 
 

@@ -295,16 +295,3 @@ def test_few_shapes_on_multi30k(multi30k):
     shapes = {(batch.src.shape, batch.tgt_in.shape) for batch in batches}
     assert len(shapes) <= 12 and all(src == tgt for src, tgt in shapes)
     assert padding_share(batches) < 0.2
-
-
-@needs_data
-def test_the_pages_table_is_of_these_lengths(multi30k):
-    cells = json.loads((ROOT/'nbs/v1_13_batches.ipynb').read_text('utf-8'))['cells']
-    [table] = [''.join(c['source']) for c in cells if ''.join(c['source']).startswith('MULTI30K = ')]
-    names, lengths = {}, []
-    exec(table, names)
-    for row in names['MULTI30K']:
-        first, *counts = row.split()
-        n, m = map(int, first.split(':'))
-        lengths += [(n, m + i) for i, count in enumerate(counts) for _ in range(int(count))]
-    assert sorted(lengths) == sorted(map(tuple, BatchLoader(multi30k, 4096).lengths.tolist()))
