@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from .attention import MultiHeadAttention, padding_mask
-from .batches import pad_rows
+from .attention import padding_mask
 from .decoding import Hypothesis, normalized_score, sampling_distribution
 from .vocabulary import BOS, EOS, PAD, UNK
 

@@ -5,6 +5,7 @@ __all__ = ['BLUE', 'ORANGE', 'GREEN', 'PURPLE', 'RED', 'GREY', 'PALE', 'TEAL', '
            'heatmap', 'categories', 'mask_map', 'bars', 'curves', 'grid_of_maps', 'ribbons']
 
 # %% ../nbs/90_plotting.ipynb #plot003
+import importlib
 import sys
 from io import BytesIO
 from itertools import product
@@ -81,7 +82,7 @@ def show_palette_pngs() -> None:
     "Let the running notebook, if there is one, show figures by `palette_png`."
     shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
     if shell is not None:
-        import matplotlib_inline.backend_inline # installs its own formatter, which ours must follow
+        importlib.import_module('matplotlib_inline.backend_inline') # installs its own formatter, which ours must follow
         shell.display_formatter.formatters['image/png'].for_type(Figure, palette_png)
 
 # %% ../nbs/90_plotting.ipynb #plot010

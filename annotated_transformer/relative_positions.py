@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from .attention import attention

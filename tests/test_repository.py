@@ -19,9 +19,10 @@ FLOORS = {
     0: 'attention positions vocabulary toy_grammar parallel_text scoring experiments checks plotting '
        'distributed hub text_streams',
     1: 'layers batches complexity bpe_dropout word_vectors drawing toy_languages downloads',
-    2: 'transformer corpora diagrams',
+    2: 'transformer corpora diagrams loader',
     3: 'training decoding attention_maps relative_positions recurrent large_corpora',
     4: 'kernels checkpoints inference',
+    4.5: 'run_log explorer',
     5: 'trainer interop heads',
     6: 'translator',
     7: 'recipe',
@@ -105,14 +106,14 @@ def test_imports_come_from_lower_floors(path):
             f'{dotted(path)} (floor {FLOOR[dotted(path)]}) imports {module} (floor {FLOOR[module]})')
 
 
-def test_lines_are_at_most_120_wide(committed):
+def test_lines_are_at_most_140_wide(committed):
     "Of the modules, of tests and tools, and of the pages' code; not what nbdev lists."
     code = {f: text.splitlines() for f, text in committed.items() if f.endswith('.py') and not f.endswith('_modidx.py')}
     for page in PAGES:
         cells = json.loads(page.read_text(encoding='utf-8'))['cells']
         code[page.name] = ''.join(''.join(c['source']) + '\n' for c in cells if c['cell_type'] == 'code').splitlines()
     wide = [f'{f}: {line}' for f, lines in code.items() for line in lines
-            if len(line) > 120 and not line.startswith('__all__')]
+            if len(line) > 140 and not line.startswith('__all__')]
     assert not wide
 
 

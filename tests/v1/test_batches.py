@@ -1,6 +1,5 @@
 """What the batches page cannot show: many random corpora, the model's view of padding,
 and real text where it is at hand."""
-import json
 import os
 import random
 import warnings
