@@ -52,6 +52,8 @@ class MultiHeadAttention(nn.Module):
         d_v: int | None = None, # features of a head's values (default: d_model / n_heads)
     ):
         super().__init__()
+        if n_heads < 1:
+            raise ValueError(f'n_heads={n_heads} must be at least 1')
         if (d_k is None or d_v is None) and d_model % n_heads != 0:
             raise ValueError(f'd_model={d_model} is not divisible by n_heads={n_heads}: '
                              'choose sizes that divide evenly, or set d_k and d_v')

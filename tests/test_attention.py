@@ -274,3 +274,8 @@ def test_the_number_of_heads_changes_no_parameter_count_and_names_are_fixed():
         assert set(state) == names
         counts.add(sum(p.numel() for p in state.values()))
     assert counts == {4 * 512 * 512 + 4 * 512}
+
+
+def test_heads_must_be_at_least_one():
+    with pytest.raises(ValueError, match='n_heads=0 must be at least 1'):
+        MultiHeadAttention(d_model=8, n_heads=0)
