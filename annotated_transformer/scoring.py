@@ -17,7 +17,7 @@ from sacrebleu.significance import PairedTest
 
 @dataclass(frozen=True)
 class Scores:
-    "Scores of a corpus, 0 to 100, and the signatures that say how they were computed."
+    "Scores of a corpus, from 0 to 100, and the signatures that say how they were computed."
     bleu: float
     signature: str                    # of BLEU
     chrf: float
@@ -30,19 +30,18 @@ class Scores:
                 f'chrF {self.chrf:.2f} ({self.chrf_signature}), {self.sentences} sentences')
 
 def check_corpus(translations: Sequence[str], references: Sequence[str]) -> None:
-    "Raise ValueError unless there are equally many translations and references, at least one."
+    "Raise ValueError unless both are lists of the same length, with at least one sentence."
     if isinstance(translations, str) or isinstance(references, str):
-        raise ValueError('expected a list of sentences, found a string: put a single sentence in a list')
-    if len(translations) != len(references):
-        raise ValueError(f'{len(translations)} translations do not match {len(references)} references')
-    if not len(references):
-        raise ValueError('there are no translations to score')
+        raise ValueError('found a string, expected a list of sentences: put it in a list')
+    if len(translations) != len(references) or not len(references):
+        raise ValueError(f'{len(translations)} translations and {len(references)} references: '
+                         'there must be equally many, and at least one')
 
 def score(
     translations: Sequence[str], # plain text with capitals, not tokenized
     references: Sequence[str],   # one for each translation
 ) -> Scores:
-    "Compute corpus BLEU and chrF with sacreBLEU. Raises ValueError if the lengths differ or are 0."
+    "Compute corpus BLEU and chrF with sacreBLEU. Raises ValueError as `check_corpus` does."
     check_corpus(translations, references)
     bleu_metric = BLEU()
     chrf_metric = CHRF()
@@ -52,17 +51,17 @@ def score(
                   str(chrf_metric.get_signature()), len(references), bleu.ratio)
 
 # %% ../nbs/09_evaluation.ipynb #e031451b
-TOKENIZED = {'lowercase': True, 'tokenize': 'none', 'force': True} # sacreBLEU's options for tokenized text
+TOKENIZED = {'lowercase': True, 'tokenize': 'none', 'force': True} # options of sacreBLEU
 
 def lowercased_tokenized(
     texts: Sequence[str],
     lang: str = 'en', # whose rules: 'en', 'de', 'fr', ...
 ) -> list[str]: # words separated by spaces
-    "Lower-case, normalize punctuation and tokenize like Moses. Raises ImportError without sacremoses."
+    "Lower-case, normalize and tokenize like Moses. Raises ImportError without sacremoses."
     try:
         from sacremoses import MosesPunctNormalizer, MosesTokenizer
     except ImportError as error:
-        raise ImportError('BLEU on tokenized text needs sacremoses: pip install sacremoses') from error
+        raise ImportError('tokenizing needs sacremoses: pip install sacremoses') from error
     normalize = MosesPunctNormalizer(lang).normalize
     tokenize = MosesTokenizer(lang).tokenize
     return [tokenize(normalize(text.lower()), return_str=True) for text in texts]
@@ -71,7 +70,7 @@ def tokenized_bleu(
     translations: Sequence[str], # lower-cased and tokenized
     references: Sequence[str],   # lower-cased and tokenized by the same rules
 ) -> tuple[float, str]: # BLEU, signature
-    "Compute BLEU of text that is tokenized already."
+    "Compute BLEU of text that is tokenized already. Raises ValueError as `check_corpus` does."
     check_corpus(translations, references)
     metric = BLEU(**TOKENIZED)
     bleu = metric.corpus_score(list(translations), [list(references)]).score
@@ -79,28 +78,25 @@ def tokenized_bleu(
 
 def lowercased_tokenized_bleu(
     translations: Sequence[str], # plain text
-    references: Sequence[str],   # plain text, or `tokenized`
+    references: Sequence[str],   # plain text
     lang: str = 'en',            # language of both
-    tokenized: bool = False,     # are the references lower-cased and tokenized already?
 ) -> tuple[float, str]: # BLEU, signature
     "Compute BLEU as papers on Multi30k do. Do not compare it with `score`."
     check_corpus(translations, references)
-    if not tokenized:
-        references = lowercased_tokenized(references, lang)
-    bleu, signature = tokenized_bleu(lowercased_tokenized(translations, lang), references)
-    version = metadata.version('sacremoses')
-    return bleu, f'lower-cased, tokenized by sacremoses {version}: {signature}'
+    bleu, signature = tokenized_bleu(lowercased_tokenized(translations, lang),
+                                     lowercased_tokenized(references, lang))
+    return bleu, f'lower-cased, sacremoses {metadata.version("sacremoses")}: {signature}'
 
 # %% ../nbs/09_evaluation.ipynb #8e260d3e
 @dataclass(frozen=True)
 class Interval:
-    "The 95 % confidence interval of a BLEU, `mean` ± `half_width`, by the bootstrap."
+    "The 95 % confidence interval of BLEU, `mean` ± `half_width`, by the bootstrap."
     mean: float       # of the resampled test sets
-    half_width: float # half of the distance between the percentiles 2.5 and 97.5
+    half_width: float # half the distance between the percentiles 2.5 and 97.5
     signature: str    # with the number of resampled test sets, and the seed
 
 def bootstrap(systems: Sequence[Sequence[str]], references: Sequence[str], samples: int, **options):
-    "sacreBLEU's paired bootstrap: signature, and results of each system, the first being the baseline."
+    "Resample with sacreBLEU: the signature, and a result for each system, the baseline first."
     for translations in systems:
         check_corpus(translations, references)
     if samples < 40:
@@ -126,7 +122,7 @@ class Comparison:
     "BLEU of two systems on the same sentences."
     bleu: float    # of the first
     against: float # BLEU of the second
-    p_value: float # one-sided: double it if either system might have been better
+    p_value: float # one-sided: double it unless the direction was known beforehand
     signature: str
 
 def compare(
@@ -137,9 +133,7 @@ def compare(
 ) -> Comparison:
     "Test a difference in BLEU by paired bootstrap. Raises ValueError for fewer than 40 samples."
     signature, (second, first) = bootstrap([against, translations], references, samples)
-    p_value = float(first.p_value)
-    if first.score == second.score:
-        p_value = 1.0 # sacreBLEU would call equal systems significantly different
+    p_value = float(first.p_value) if first.score != second.score else 1.0 # not 0.001
     return Comparison(float(first.score), float(second.score), p_value, signature)
 
 # %% ../nbs/09_evaluation.ipynb #cfc23926
@@ -151,7 +145,7 @@ def score_groups(
     "Score the sentences of each group alone. Raises ValueError if the lengths differ."
     if not len(translations) == len(references) == len(groups):
         raise ValueError(f'{len(translations)} translations, {len(references)} references and '
-                         f'{len(groups)} groups must be equally many')
+                         f'{len(groups)} groups: there must be one of each for a sentence')
     members = {}
     for i, names in enumerate(groups):
         for name in [names] if isinstance(names, str) else names:
@@ -162,8 +156,8 @@ def score_groups(
 def score_by_length(
     translations: Sequence[str],
     references: Sequence[str],
-    edges: Sequence[int] = (5, 10, 15, 20, 30, 50), # largest number of words in each group but the last
-) -> dict[str, Scores]: # '1-5', '6-10', ..., '51+': those that occur
+    edges: Sequence[int] = (5, 10, 15, 20, 30, 50), # most words of each group but the last
+) -> dict[str, Scores]: # '1-5', '6-10', ..., '51+'; groups without sentences are left out
     "Score by the number of words of the reference. Raises ValueError unless the edges ascend."
     if list(edges) != sorted(set(edges)) or not edges or edges[0] < 1:
         raise ValueError(f'edges={edges} must ascend, from at least 1')
