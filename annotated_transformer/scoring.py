@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TOKENIZED', 'Scores', 'check_corpus', 'score', 'lowercased_tokenized', 'tokenized_bleu', 'lowercased_tokenized_bleu',
-           'Interval', 'bootstrap', 'bleu_interval', 'Comparison', 'compare', 'score_groups', 'score_by_length']
+           'Interval', 'bleu_interval', 'Comparison', 'compare', 'score_groups', 'score_by_length']
 
 # %% ../nbs/09_evaluation.ipynb #c77a512f
 from bisect import bisect_left
@@ -95,7 +95,7 @@ class Interval:
     half_width: float # half the distance between the percentiles 2.5 and 97.5
     signature: str    # with the number of resampled test sets, and the seed
 
-def bootstrap(systems: Sequence[Sequence[str]], references: Sequence[str], samples: int, **options):
+def _bootstrap(systems: list, references: Sequence[str], samples: int, **options) -> tuple:
     "Resample with sacreBLEU: the signature, and a result for each system, the baseline first."
     for translations in systems:
         check_corpus(translations, references)
@@ -113,7 +113,7 @@ def bleu_interval(
     **options,           # of sacreBLEU's BLEU, such as `TOKENIZED`; none: as in `score`
 ) -> Interval:
     "Compute a confidence interval of BLEU. Raises ValueError for fewer than 40 samples."
-    signature, (found,) = bootstrap([translations], references, samples, **options)
+    signature, (found,) = _bootstrap([translations], references, samples, **options)
     return Interval(float(found.mean), float(found.ci), signature)
 
 # %% ../nbs/09_evaluation.ipynb #008f6c7d
@@ -122,7 +122,7 @@ class Comparison:
     "BLEU of two systems on the same sentences."
     bleu: float    # of the first
     against: float # BLEU of the second
-    p_value: float # one-sided: double it unless the direction was known beforehand
+    p_value: float # one-sided: double it unless the direction was known; 1 if BLEU is equal
     signature: str
 
 def compare(
@@ -132,8 +132,8 @@ def compare(
     samples: int = 1000,       # resampled test sets
 ) -> Comparison:
     "Test a difference in BLEU by paired bootstrap. Raises ValueError for fewer than 40 samples."
-    signature, (second, first) = bootstrap([against, translations], references, samples)
-    p_value = float(first.p_value) if first.score != second.score else 1.0 # not 0.001
+    signature, (second, first) = _bootstrap([against, translations], references, samples)
+    p_value = float(first.p_value) if first.score != second.score else 1.0
     return Comparison(float(first.score), float(second.score), p_value, signature)
 
 # %% ../nbs/09_evaluation.ipynb #cfc23926

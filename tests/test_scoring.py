@@ -158,7 +158,7 @@ def test_few_samples_are_rejected():
 def test_groups_are_scored_alone():
     references = sentences(12, 3)
     translations = noisy(references, 3)
-    groups = [['all', 'even' if i % 2 == 0 else 'odd'] for i in range(12)]
+    groups = [['even' if i % 2 == 0 else 'odd', 'all'] for i in range(12)]
     found = score_groups(translations, references, groups)
     assert list(found) == ['all', 'even', 'odd']
     assert found['all'] == score(translations, references)
