@@ -320,7 +320,7 @@ def test_training_gives_the_same_file_in_every_process(tmp_path):
     code = '''if True:
         import sys
         from annotated_transformer import vocabulary
-from annotated_transformer.toy_languages import toy_ende
+        from annotated_transformer.toy_languages import toy_ende
         from annotated_transformer.vocabulary import train_tokenizer
         pairs = [(pair.src, pair.tgt) for pair in toy_ende('train', n=400)]
         for kind in ('bpe', 'words'):
