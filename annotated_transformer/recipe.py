@@ -316,6 +316,7 @@ def copy_trained_weights(model: nn.Module, folder: Path) -> None:
 def new_model(
     config: RunConfig,
     tokenizer: Tokenizer,
+    device: str | None = None, # 'cpu', 'cuda', ...; default: a GPU if there is one
 ) -> tuple[nn.Module, dict[str, float]]: # the model, and metrics for the first row of the log
     """Build the model that a run starts with: untrained, with word vectors, or with the weights of `start_from`.
 
@@ -330,7 +331,7 @@ def new_model(
         copy_trained_weights(model, Path(config.start_from))
     if config.vectors:
         metrics['covered_by_vectors'] = use_vectors(model, config.vectors, tokenizer, config.freeze_vectors)
-    return accelerate(model).to(best_device()), metrics
+    return accelerate(model).to(device or best_device()), metrics
 
 def open_run(
     config: RunConfig,
@@ -367,6 +368,8 @@ def train_translator(
     progress_bar: bool = True,
     on_log: Callable[[list[dict]], None] | None = None, # called with all rows of the log after each new row
     processes: Processes = Processes(), # that train together; `init_process_group()` under torchrun
+    device: str | None = None, # 'cpu', 'cuda', ...; default: a GPU if there is one
+    on_start: Callable[[Trainer, Corpus, Tokenizer], None] | None = None, # called before the first step
 ) -> Translator:
     "Corpus, vocabulary, batches, model, training and validation score (all of section 5): a model folder."
     out = Path(out)
@@ -388,12 +391,14 @@ def train_translator(
         return {'val_bleu': scores.bleu}
 
     loader, val_batches = make_loaders(config, corpus, tokenizer, processes, progress_bar)
-    model, metrics = new_model(config, tokenizer)
+    model, metrics = new_model(config, tokenizer, device)
     trainer = Trainer(model, loader, val_batches, config.training, out, measure_bleu, save, progress_bar, on_log, processes)
     trainer.log.initial_metrics = {f'dropped_{reason}': n for reason, n in corpus.dropped.items()} | metrics
+    if on_start:
+        on_start(trainer, corpus, tokenizer)
     translator = Translator(trainer.fit(), tokenizer, kept)
     if processes.is_main_process:
-        scores, _ = evaluate(translator, corpus['val'])
+        scores, _ = evaluate(translator, corpus['val'], progress_bar)
         translator.training = kept | {'run': settings_dict(config), 'progress': asdict(trainer.progress),
                                       'val': asdict(scores), 'versions': versions()}
         translator.save(out)
