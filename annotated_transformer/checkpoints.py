@@ -61,7 +61,7 @@ KINDS = { # kind in config.json: module, config class, model class; imported whe
     'relative': ('.relative_positions', 'RelativeConfig', 'RelativeTransformer'),
     'recurrent': ('.recurrent', 'RecurrentConfig', 'Recurrent'),
     'pruned': ('.heads', 'PrunedConfig', 'PrunedTransformer'),
-    'marian': ('.interop', 'MarianConfig', 'MarianTransformer'),
+    'marian': ('.marian', 'MarianConfig', 'MarianTransformer'),
 }
 
 def kind_of(config) -> str:

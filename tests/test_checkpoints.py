@@ -134,7 +134,7 @@ def test_registered_classes_exist(kind):
 
 def test_other_kinds_are_imported_only_when_used():
     program = ('import sys, annotated_transformer.checkpoints; '
-               'print(*[m for m in ("recurrent", "heads", "interop", "relative_positions") '
+               'print(*[m for m in ("recurrent", "heads", "marian", "relative_positions") '
                'if "annotated_transformer." + m in sys.modules])')
     assert subprocess.run([sys.executable, '-c', program], capture_output=True, text=True,
                           check=True).stdout.strip() == ''
