@@ -183,7 +183,7 @@ def transformer() -> None:
 
 def tour() -> None:
     "The whole model in plain words, with the number of the page that explains each part."
-    ax = canvas(7.5, 6.5)
+    ax = canvas(7.5, 7.2)
     src, tgt, width = 1.75, 5.05, 2.3
     def part(x, y, name, note, color, page):
         place = box(ax, x, y, '', '', color, width, 0.48)
@@ -192,33 +192,36 @@ def tour() -> None:
         label(ax, x - 0.17, y - 0.11, note, 8, 'white')
         label(ax, place.right[0] - 0.26, y, page, 9, 'white', bold=True)
         return place
-    def column(x, text, *places):
-        label(ax, x, 0.17, text, 9.5, bold=True)
-        arrow(ax, (x, 0.3), places[0].bottom)
+    def column(x, text, y, *places):
+        label(ax, x, y, text, 9.5, bold=True)
+        arrow(ax, (x, y + 0.13), places[0].bottom)
         for below, above in zip(places, places[1:]):
             arrow(ax, below.top, above.bottom)
     frame(ax, src - 1.28, 2.43, src + 1.28, 4.1, 'encoder', '× n_layers')
     frame(ax, tgt - 1.28, 2.43, tgt + 1.28, 4.78, 'decoder', '× n_layers')
     sides = [(src, 'src', 'attends to all source tokens'), (tgt, 'tgt', 'attends to earlier tokens')]
-    both = [[part(x, 0.78, 'Tokenizer', 'text to token ids', GREY, '06'),
-             part(x, 1.44, f'{side}_embed', 'one vector per token', GOLD, '04'),
+    both = [[part(x, 1.44, f'{side}_embed', 'one vector per token', GOLD, '04'),
              part(x, 2.1, f'{side}_positions', 'adds the position', PINK, '02'),
              part(x, 2.85, 'self_attention', note, PURPLE, '01')]
             for x, side, note in sides]
-    column(src, 'the small dog sleeps', *both[0], part(src, 3.52, 'feed_forward', 'processes each token', TEAL, '03'))
+    read = part(src, 0.78, 'Tokenizer', 'text to token ids', GREY, '06')
+    column(src, 'the small dog sleeps', 0.17, read, *both[0],
+           part(src, 3.52, 'feed_forward', 'processes each token', TEAL, '03'))
     cross = part(tgt, 3.52, 'cross_attention', 'attends to the source', PURPLE, '01')
     search = part(tgt, 5.82, 'beam_search', 'chooses the next token', BLUE, '08')
-    column(tgt, 'BOS der kleine', *both[1], cross, part(tgt, 4.2, 'feed_forward', 'processes each token', TEAL, '03'),
-           part(tgt, 5.15, 'lm_head', 'logits of the next token', GOLD, '04'), search)
+    write = part(tgt, 6.5, 'Tokenizer', 'token ids to text', GREY, '06')
+    column(tgt, '<bos> der kleine', 0.93, *both[1], cross,
+           part(tgt, 4.2, 'feed_forward', 'processes each token', TEAL, '03'),
+           part(tgt, 5.15, 'lm_head', 'logits of the next token', GOLD, '04'), search, write)
     arrow(ax, (src, 3.76), (src, 4.33), (3.4, 4.33), (3.4, cross.y), cross.left, color=GREEN)
     label(ax, 2.55, 4.44, 'encoder_output', 8.5, GREEN, code=True, bold=True)
-    arrow(ax, search.top, (tgt, 6.26))
-    label(ax, tgt, 6.37, 'der kleine Hund schläft', 9.5, bold=True)
-    arrow(ax, search.right, (6.75, search.y), (6.75, 0.17), (tgt + 0.68, 0.17), color=BLUE)
-    label(ax, 6.97, 3.2, 'append the next token, repeat', 9, BLUE, rotation=90, va='center')
-    part(src, 6.1, 'training', 'learns the weights', RED, '07')
-    part(src, 5.52, 'scoring', 'measures quality', GREEN, '09')
-    part(src, 4.94, 'attention_maps', 'looks inside', PURPLE, '11')
+    arrow(ax, write.top, (tgt, 6.94))
+    label(ax, tgt, 7.05, 'der kleine Hund schläft', 9.5, bold=True)
+    arrow(ax, search.right, (6.75, search.y), (6.75, 0.93), (tgt + 0.72, 0.93), color=BLUE)
+    label(ax, 6.97, 3.4, 'append the next token id, repeat', 9, BLUE, rotation=90, va='center')
+    part(src, 6.5, 'training', 'learns the weights', RED, '07')
+    part(src, 5.92, 'scoring', 'measures quality', GREEN, '09')
+    part(src, 5.34, 'attention_maps', 'looks inside', PURPLE, '11')
 
 # %% ../nbs/92_diagrams.ipynb #diag020
 def path_lengths() -> None:
