@@ -21,7 +21,7 @@ FLOORS = {
     1: 'layers batches complexity experiments bpe_dropout word_vectors drawing toy_languages downloads',
     2: 'transformer corpora diagrams loader',
     3: 'training decoding attention_maps relative_positions recurrent large_corpora marian',
-    4: 'kernels checkpoints inference',
+    4: 'kernels checkpoints inference causal_tests',
     4.5: 'run_log explorer',
     5: 'trainer interop heads',
     6: 'translator',
