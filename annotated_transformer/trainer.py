@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .batches import Batch
-from annotated_transformer.checkpoints import (
-    Progress, best_steps, copy_weights, keep_checkpoints, latest_checkpoint, load_checkpoint, load_state, read_log,
-    save_checkpoint, save_model)
+from .checkpoints import Progress, best_steps, copy_weights, keep_checkpoints, latest_checkpoint
+from .checkpoints import load_checkpoint, load_state, read_log, save_checkpoint, save_model
 from .distributed import Processes
 from .kernels import linear_cross_entropy, r_drop_loss
 from .loader import to_device
@@ -36,13 +35,10 @@ from .vocabulary import PAD
 # %% ../nbs/25_trainer.ipynb #trn006
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. Training ends at the first limit that is reached: steps, epochs or minutes.
-
-    Raises ValueError for a value out of range.
-    """
-    max_tokens: int = 4096           # padded tokens of a batch on its longer side, over all processes (section 5.1)
+    "How to train, up to the first limit: steps, epochs or minutes. Raises ValueError for a value out of range."
+    max_tokens: int = 4096           # padded tokens of a batch on its longer side, in all processes (section 5.1)
     warmup_steps: int = 4000         # steps until the learning rate peaks (section 5.3)
-    peak_lr: float | None = None     # largest learning rate (default: the paper's, (d_model * warmup_steps) ** -0.5)
+    peak_lr: float | None = None     # largest learning rate (default: the paper's, `paper_peak_lr`)
     label_smoothing: float = 0.1     # probability spread evenly over the vocabulary (section 5.4)
     max_grad_norm: float = 1.0       # longer gradients are scaled down to this length
     max_steps: int = 100_000         # stop after this many optimizer steps
@@ -53,7 +49,7 @@ class TrainConfig:
     average_checkpoints: int = 5     # checkpoints to average at the end (section 6.1)
     seed: int = 1                    # of the weights, the batches and dropout
     gradient_accumulation_steps: int = 1 # batches whose gradients are added up before an optimizer step
-    r_drop: float = 0.0              # weight of R-Drop's consistency loss between two passes (Liang et al., 2021); 0: one pass
+    r_drop: float = 0.0              # weight of R-Drop's distance between two passes (Liang et al., 2021); 0: one pass
     r_drop_from: int = 0             # first step with R-Drop
     ema_decay: float = 0.0           # keep an exponential moving average of the weights, for example 0.999; 0: none
     monitor: Literal['val_loss', 'val_bleu'] = 'val_loss' # which validation metric decides what is best
@@ -83,12 +79,13 @@ class TrainConfig:
                 raise ValueError(f'{name}={getattr(self, name)} must be at least 0 and below 1')
         if not self.max_grad_norm > 0:
             raise ValueError(f'max_grad_norm={self.max_grad_norm} must be positive')
-        choices = {'monitor': ('val_loss', 'val_bleu'), 'precision': ('float32', 'bfloat16'), 'init': ('glorot', 'scaled')}
+        choices = {'monitor': ('val_loss', 'val_bleu'), 'precision': ('float32', 'bfloat16'),
+                   'init': ('glorot', 'scaled')}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f'{name}={getattr(self, name)!r} is unknown: choose {" or ".join(known)}')
 
-# %% ../nbs/25_trainer.ipynb #trn010
+# %% ../nbs/25_trainer.ipynb #trn009
 def summed_loss(
     model: nn.Module,
     batch: Batch,
@@ -99,7 +96,8 @@ def summed_loss(
     hidden_states = hidden_states or model.hidden_states
     is_token = batch.tgt_out != PAD
     hidden = hidden_states(batch.src, batch.tgt_in)[is_token] # (n_tokens, d_model)
-    return linear_cross_entropy(hidden, model.lm_head.weight, batch.tgt_out[is_token], label_smoothing, model.lm_head.bias)
+    targets = batch.tgt_out[is_token]
+    return linear_cross_entropy(hidden, model.lm_head.weight, targets, label_smoothing, model.lm_head.bias)
 
 class LossModule(nn.Module):
     "A model and its training loss as one module, so that it can be wrapped for many processes."
@@ -132,6 +130,7 @@ class LossModule(nn.Module):
                            self.label_smoothing, self.r_drop, self.model.lm_head.bias)
         return loss / 2 # comparable with one pass
 
+# %% ../nbs/25_trainer.ipynb #trn011
 def global_tokens(batch: Batch) -> int:
     "Return the number of target tokens of the whole batch, of which this process may hold a part."
     return getattr(batch, 'global_tokens', batch.n_tokens)
@@ -162,7 +161,8 @@ def train_step(
     if not math.isfinite(mean_loss):
         raise FloatingPointError(f'the loss is {mean_loss} at learning rate {lr:.2e}')
     if not math.isfinite(grad_norm):
-        raise FloatingPointError(f'the gradient norm is {grad_norm:.0f} at learning rate {lr:.2e}, the loss {mean_loss:.3f}')
+        raise FloatingPointError(f'the gradient norm is {grad_norm:.0f} at learning rate {lr:.2e}, with a loss of '
+                                 f'{mean_loss:.3f}')
     set_lr(optimizer, lr)
     optimizer.step()
     return mean_loss
@@ -176,9 +176,10 @@ def validate(
     was_training = model.training
     device = model.lm_head.weight.device
     model.eval()
-    total = sum(summed_loss(model, batch.to(device)).item() for batch in batches)
+    total_loss = sum(summed_loss(model, batch.to(device)).item() for batch in batches)
+    n_tokens = sum(batch.n_tokens for batch in batches)
     model.train(was_training)
-    return total / sum(batch.n_tokens for batch in batches)
+    return total_loss / n_tokens
 
 def seed_step(
     seed: int,     # of the run
@@ -188,20 +189,17 @@ def seed_step(
     "Seed PyTorch for one step, so that an interrupted run continues with the same random numbers."
     torch.manual_seed(zlib.crc32(f'{seed} {step} {rank}'.encode()))
 
-# %% ../nbs/25_trainer.ipynb #trn013
+# %% ../nbs/25_trainer.ipynb #trn021
 def cpu_weights(model: nn.Module) -> dict[str, Tensor]:
     "Copy a model's parameters to the CPU."
     return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 class Trainer:
-    """Train a model in a folder: resume from its last checkpoint, validate, save, stop at a limit, choose the best weights.
-
-    Raises ValueError if there is no batch to train or to validate on.
-    """
+    "Train a model in a folder. Raises ValueError if there is no batch to train or to validate on."
     def __init__(
         self,
         model: nn.Module,         # on its device; has `config`, `hidden_states` and `lm_head`
-        loader,                   # training batches: `epoch(k, start)` and `len`, like `large_corpora.DistributedLoader`
+        loader,                   # training batches: `epoch(k, start)` and `len`, like `loader.TrainingLoader`
         val_batches: list[Batch],
         config: TrainConfig,
         out: str | Path,          # the run's folder: log, checkpoints and the final model
@@ -210,6 +208,7 @@ class Trainer:
         progress_bar: bool = True,
         on_log: Callable[[list[dict]], None] | None = None,   # called with all rows of the log after each new row
         processes: Processes = Processes(),                   # that train together
+        translate_samples: Callable[[nn.Module], list[dict]] | None = None, # sample translations for each validation
     ):
         if not len(loader):
             raise ValueError('there is no batch to train on')
@@ -222,6 +221,7 @@ class Trainer:
         self.out = Path(out)
         self.out.mkdir(parents=True, exist_ok=True)
         self.measure = measure or (lambda model: {})
+        self.translate_samples = translate_samples or (lambda model: [])
         self.save = save
         self.processes = processes
         self.optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
@@ -234,18 +234,16 @@ class Trainer:
         is_main = processes.is_main_process
         self.log = RunLog(self.out, progress_bar and is_main, config.tensorboard and is_main, on_log)
 
-    # --- the loop
-
     def fit(self) -> nn.Module: # in eval mode
-        "Train until the first limit, then choose the final weights. Raises Interrupted, with all saved, on Ctrl-C or SIGTERM."
+        "Train until the first limit and choose the final weights. On Ctrl-C or SIGTERM, save and raise Interrupted."
         self.start()
         with closing(self.log):
             try:
-                with self.log.open_bar(self.fraction_done), catch_signals() as self.received_signals:
+                with self.log.open_bar(), catch_signals() as self.received_signals:
                     while not self.is_done():
                         self.train_epoch()
             finally:
-                self.loss_module = None # DistributedDataParallel must close its connections before the process group does
+                self.loss_module = None # DistributedDataParallel closes its connections before the process group does
             return self.finish()
 
     def start(self) -> None:
@@ -297,8 +295,8 @@ class Trainer:
         progress.loss_sum += loss * n_tokens
         progress.loss_tokens += n_tokens
         minutes = (time.monotonic() - self.start_time) / 60
-        n_signals, total_minutes = self.processes.all_reduce_sum(len(self.received_signals), minutes) # all stop together
-        self.stop_requested = n_signals > 0
+        n_signals, total_minutes = self.processes.all_reduce_sum(len(self.received_signals), minutes)
+        self.stop_requested = n_signals > 0 # all processes stop together
         progress.minutes = total_minutes / self.processes.size
         if progress.step % config.log_every == 0:
             if self.processes.is_main_process:
@@ -321,10 +319,8 @@ class Trainer:
 
     def is_done(self) -> bool:
         "Whether a limit is reached."
-        self.log.bar.n = self.fraction_done
+        self.log.show_progress(self.fraction_done, self.progress.minutes)
         return self.fraction_done >= 1 or self.should_stop
-
-    # --- validation and checkpoints
 
     def metrics(self, model: nn.Module) -> dict:
         "Validate a model. Raises ValueError if `monitor` is not among the metrics."
@@ -339,6 +335,7 @@ class Trainer:
         if self.processes.is_main_process:
             evaluated = self.ema.module if self.ema else self.model
             self.log.log_validation(self.progress, self.metrics(evaluated))
+            self.log.log_samples(self.progress, self.translate_samples(evaluated))
             self.save_checkpoint()
             self.remove_checkpoints()
         self.update_should_stop()
@@ -350,7 +347,7 @@ class Trainer:
         save_checkpoint(self.out, self.model, self.optimizer, self.progress, self.save, self.ema)
 
     def validations(self, final_step: int | None = None) -> list[dict]:
-        "Rows of the log with a validation whose checkpoint is on the plan: every `save_every` steps, and the final step."
+        "Rows of the log with the validations of every `save_every` steps, and of the final step."
         rows = [row for row in read_log(self.out / 'log.jsonl') if 'val_loss' in row]
         return [row for row in rows if row['step'] % self.config.save_every == 0 or row['step'] == final_step]
 
@@ -372,8 +369,6 @@ class Trainer:
         n_best = max(config.keep_best, config.average_checkpoints * config.average_best)
         keep_checkpoints(self.out, 1, last + best_steps(rows, config.monitor, n_best))
 
-    # --- how a run ends
-
     def finish(self) -> nn.Module:
         "Validate the last weights, the best checkpoint and averages (section 6.1), and write the best of them."
         validated = [row['step'] for row in self.validations(self.progress.step)]
@@ -382,14 +377,17 @@ class Trainer:
         if self.processes.is_main_process:
             self.remove_checkpoints()
             candidates = self.candidates()
-            self.save(copy_weights(self.model, candidates[self.choose(candidates)]).eval(), self.out)
+            chosen = candidates[self.choose(candidates)]
+            self.save(copy_weights(self.model, chosen).eval(), self.out)
         self.processes.broadcast_parameters(self.model)
         return self.model.eval()
 
     def choose(self, candidates: dict[str, dict[str, Tensor]]) -> str:
         "Return the name of the best candidate on the validation set, and log them all."
         monitor = self.config.monitor
-        values = {name: self.metrics(copy_weights(self.model, weights))[monitor] for name, weights in candidates.items()}
+        values = {}
+        for name, weights in candidates.items():
+            values[name] = self.metrics(copy_weights(self.model, weights))[monitor]
         row = {f'{monitor}_{name}': value for name, value in values.items()}
         last_row = read_log(self.out / 'log.jsonl')[-1]
         if last_row['step'] < self.progress.step or not row.keys() <= last_row.keys():
@@ -407,7 +405,9 @@ class Trainer:
         found = {'last': cpu_weights(self.model)}
         if best and best[0] != self.progress.step and folders[best[0]].exists():
             found['best'] = self.validated_weights(folders[best[0]])
-        steps = best[:config.average_checkpoints] if config.average_best else [*folders][-config.average_checkpoints:]
+        steps = list(folders)[-config.average_checkpoints:]
+        if config.average_best:
+            steps = best[:config.average_checkpoints]
         paths = [folders[step] / 'model.safetensors' for step in steps if folders[step].exists()]
         if len(paths) > 1:
             found['averaged'] = average_weights([safetensors.torch.load_file(path) for path in paths])
@@ -437,5 +437,6 @@ class Trainer:
         if self.processes.is_main_process:
             self.save_checkpoint()
         self.processes.barrier()
-        number = (self.received_signals or [signal.SIGTERM])[0]
-        raise Interrupted(f'step {self.progress.step} is saved in {self.out}: run the same command again to resume', number)
+        number = self.received_signals[0] if self.received_signals else signal.SIGTERM
+        message = f'step {self.progress.step} is saved in {self.out}: run the same command again to resume'
+        raise Interrupted(message, number)

@@ -3,13 +3,14 @@ import json
 import math
 import os
 import signal
+from itertools import islice
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from annotated_transformer import training
-from annotated_transformer.batches import collate
+from annotated_transformer.batches import BatchLoader, collate
 from annotated_transformer.checkpoints import list_checkpoints, read_log
 from annotated_transformer.kernels import accelerate
 from annotated_transformer.loader import TrainingLoader
@@ -47,15 +48,69 @@ def weights(model):
 
 
 def test_step_equals_the_reference():
-    "With one batch and no clipping it is `training.train_step`."
+    "With one batch and no clipping it is `training.train_step`: in float64, Adam does not magnify rounding."
     batch = collate(make_pairs(20))
-    models = [make_model(dropout=0.0) for _ in range(2)]
-    expected = training.train_step(models[0], batch, torch.optim.SGD(models[0].parameters()), 0.1)
-    found = train_step(LossModule(models[1].train(), TrainConfig()), [batch], torch.optim.SGD(models[1].parameters()),
-                       0.1, math.inf)
-    assert math.isclose(found, expected, rel_tol=1e-5)
+    models = [make_model(dropout=0.0).double() for _ in range(2)]
+    optimizers = [training.make_optimizer(model) for model in models]
+    loss_module = LossModule(models[1].train(), TrainConfig())
+    for step in range(1, 6):
+        expected = training.train_step(models[0], batch, optimizers[0], 1e-3 * step)
+        found = train_step(loss_module, [batch], optimizers[1], 1e-3 * step, math.inf)
+        assert math.isclose(found, expected, rel_tol=1e-9)
     for a, b in zip(models[0].parameters(), models[1].parameters()):
-        assert_close(a, b, atol=1e-5, rtol=1e-4)
+        assert_close(a, b)
+
+
+class ResumableLoader(BatchLoader):
+    def epoch(self, epoch, start=0):
+        return islice(super().epoch(epoch), start, None)
+
+
+def test_run_equals_the_reference(tmp_path):
+    "`Trainer.fit` makes the steps of `training.train`, with the same learning rates."
+    models = [make_model(dropout=0.0).double() for _ in range(2)]
+    loader = ResumableLoader(make_pairs(), 128)
+    expected = training.train(models[0], loader, 2, peak_lr=1e-2, warmup_steps=5, progress=False)
+    config = TrainConfig(peak_lr=1e-2, warmup_steps=5, max_epochs=2, log_every=1, save_every=100, max_grad_norm=math.inf)
+    Trainer(models[1], loader, list(loader.epoch(0))[:1], config, tmp_path, progress_bar=False).fit()
+    rows = [row for row in read_log(tmp_path / 'log.jsonl') if 'loss' in row]
+    for row, step in zip(rows, expected, strict=True):
+        assert math.isclose(row['loss'], step['loss'], rel_tol=1e-9) and row['lr'] == step['lr']
+    for a, b in zip(models[0].parameters(), models[1].parameters()):
+        assert_close(a, b)
+
+
+def test_bfloat16_is_close_and_weights_stay_float32():
+    batch = collate(make_pairs(20))
+    losses = []
+    for precision in ('float32', 'bfloat16'):
+        model = make_model(dropout=0.0)
+        loss = LossModule(model, TrainConfig(precision=precision))(batch)
+        loss.backward()
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+        losses.append(loss.item())
+    assert losses[0] != losses[1] and math.isclose(*losses, rel_tol=1e-2)
+
+
+def test_ema_follows_the_weights(tmp_path):
+    trainer = make_trainer(tmp_path, ema_decay=0.9, max_steps=6, save_every=100)
+    average = {}
+    original = trainer.step
+    def step(batches):
+        original(batches)
+        for name, p in trainer.model.named_parameters():
+            average[name] = 0.9 * average[name] + 0.1 * p.detach() if name in average else p.detach().clone()
+    trainer.step = step
+    trainer.fit()
+    for name, p in trainer.ema.module.named_parameters():
+        assert_close(p.detach(), average[name])
+
+
+def test_samples_are_written_at_each_validation(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.translate_samples = lambda model: [{'source': 'a', 'reference': 'b', 'translation': 'c'}]
+    trainer.fit()
+    assert [row['step'] for row in read_log(tmp_path / 'samples.jsonl')] == [5, 10, 15, 20]
 
 
 def test_accumulated_batches_count_every_token_once():
