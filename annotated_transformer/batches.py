@@ -24,7 +24,10 @@ def encode_pairs(
     langs: Sequence[str],             # source language and target language
     max_len: int | None = None,       # positions of the model: longer sentences are truncated
 ) -> list[Pair]:
-    "Turn sentence pairs into ids, without special tokens. Warns if it truncates any."
+    """Turn sentence pairs into ids, without special tokens. Warns if it truncates any.
+
+    A truncated target still gets EOS later, so truncating many teaches a model to stop early.
+    """
     src = tokenizer.encode_batch([src for src, _ in pairs], langs[0])
     tgt = tokenizer.encode_batch([tgt for _, tgt in pairs], langs[1])
     if max_len is None:
@@ -79,7 +82,6 @@ class Batch:
     def __len__(self) -> int:
         return len(self.src)
 
-# %% ../nbs/06_data.ipynb #bat022
 def collate(
     pairs: Sequence[Pair], # the pairs of one batch
 ) -> Batch:
