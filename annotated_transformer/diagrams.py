@@ -299,7 +299,7 @@ def training_loop() -> None:
     data = box(ax, 0.75, 1.75, 'batch', 'src, tgt_in', TEAL, 1.3)
     model = box(ax, 2.75, 1.75, 'model', 'forward', PURPLE, 1.6)
     loss = box(ax, 6.35, 1.75, 'label_smoothing_loss', 'compares with tgt_out', RED, 2.0)
-    backward = box(ax, 6.35, 0.4, 'loss.backward()', 'back-propagation', RED, 2.0)
+    backward = box(ax, 6.35, 0.4, 'loss.backward()', 'after optimizer.zero_grad()', RED, 2.0)
     step = box(ax, 2.75, 0.4, 'optimizer.step()', 'Adam', GREEN, 1.6)
     rate = box(ax, 0.75, 0.4, 'learning_rate', 'warm-up, decay', GOLD, 1.3)
     arrow(ax, data.right, model.left)
@@ -309,10 +309,10 @@ def training_loop() -> None:
     arrow(ax, rate.right, step.left)
     arrow(ax, step.top, model.bottom)
     label(ax, 4.45, 1.9, 'logits', 9)
-    label(ax, 4.45, 1.58, '(batch, m, vocab_size)', 8, code=True)
+    label(ax, 4.45, 1.58, 'one row per target token', 8)
     label(ax, 6.43, 1.08, 'loss', 9, ha='left')
     label(ax, 4.45, 0.53, 'gradients', 9)
-    label(ax, 2.83, 1.08, 'new weights, next batch', 9, ha='left')
+    label(ax, 2.83, 1.08, 'new weights', 9, ha='left')
 
 def cache() -> None:
     "Attention with a key/value cache: each step computes one row of queries, keys and values, and reads the others."
