@@ -16,8 +16,9 @@ PACKAGE = ROOT/'annotated_transformer'
 # Each module imports only from lower floors. A new module takes its place here.
 FLOORS = {
     -1: 'files toy_words', # the standard library alone; whatever writes a file imports files
+    -0.5: 'probes',
     0: 'attention positions vocabulary toy_grammar parallel_text scoring checks plotting '
-       'distributed hub text_streams',
+       'distributed hub text_streams part_checks input_checks training_checks',
     1: 'layers batches complexity experiments bpe_dropout word_vectors drawing toy_languages downloads',
     2: 'transformer corpora diagrams loader',
     3: 'training decoding attention_maps relative_positions recurrent large_corpora marian',
