@@ -5,6 +5,7 @@ __all__ = ['WINDOW', 'BLOCK', 'PartialBatch', 'make_rng', 'round_up', 'check_len
            'bucket', 'TrainingLoader', 'to_device']
 
 # %% ../nbs/38_loader.ipynb #ldr004
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,6 @@ from .vocabulary import PAD
 
 # %% ../nbs/38_loader.ipynb #ldr006
 WINDOW = 1 << 17 # pairs that are sorted together
-
 BLOCK = 1 << 10  # neighbours in the corpus that stay in one window
 
 @dataclass
@@ -86,10 +86,10 @@ def windows(
     shuffle: bool = True, # False: in the order of the corpus
 ) -> Iterator[np.ndarray]: # indices of at most `WINDOW` pairs
     "Split an epoch into windows that can be sorted in memory; each pair is in exactly one."
-    blocks = np.arange(-(-n // BLOCK))
+    blocks = np.arange(math.ceil(n / BLOCK))
     if n > WINDOW and shuffle:
         blocks = make_rng(seed, epoch).permutation(blocks)
-    for part in np.array_split(blocks, -(-n // WINDOW)) if n else []:
+    for part in np.array_split(blocks, max(1, math.ceil(n / WINDOW))):
         rows = (part[:, None] * BLOCK + np.arange(BLOCK)).ravel()
         yield rows[rows < n]
 
@@ -111,7 +111,7 @@ def bucket(
         return batches
     return [batches[i] for i in rng.permutation(len(batches))]
 
-# %% ../nbs/38_loader.ipynb #ldr009
+# %% ../nbs/38_loader.ipynb #ldr011
 class TrainingLoader:
     """The batches of each epoch, as a function of seed and epoch alone. Each process gets its rows of every batch.
 
@@ -129,7 +129,7 @@ class TrainingLoader:
         pad_to_multiple_of: int = 1, # more than 1: few different shapes, for torch.compile
     ):
         if not 0 <= rank < world_size:
-            raise ValueError(f'rank={rank} must be from 0 to {world_size - 1}: there are world_size={world_size} processes')
+            raise ValueError(f'rank={rank} must be from 0 to {world_size - 1}, because world_size={world_size}')
         self.source = pairs
         self.max_tokens = max_tokens
         self.seed = seed
@@ -143,7 +143,9 @@ class TrainingLoader:
 
     def load(self, epoch: int) -> None:
         "Make `pairs` and `lengths` those of an epoch."
-        if self.loaded_epoch is not None and (self.loaded_epoch == epoch or not callable(self.source)):
+        if self.loaded_epoch == epoch:
+            return
+        if self.loaded_epoch is not None and not callable(self.source):
             return
         self.pairs = self.source(epoch) if callable(self.source) else self.source
         lengths = getattr(self.pairs, 'lengths', None)
@@ -190,11 +192,12 @@ class TrainingLoader:
         tgt = batch.tgt
         if self.multiple > 1: # a compiled model: lengths and numbers of rows from a short list
             length = int(round_up(self.lengths[rows], self.multiple).max())
-            n_rows = -(-(self.max_tokens // length) // self.world_size)
+            n_rows = math.ceil((self.max_tokens // length) / self.world_size)
             src = pad_to(src, n_rows, length)
             tgt = pad_to(tgt, n_rows, length + 1)
         return PartialBatch(src, tgt, n_tokens)
 
+# %% ../nbs/38_loader.ipynb #ldr016
 def to_device(
     batches: Iterable[Batch],
     device: torch.device,

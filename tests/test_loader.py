@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from annotated_transformer import loader as module
-from annotated_transformer.loader import TrainingLoader, bucket, windows
+from annotated_transformer.batches import token_batches
+from annotated_transformer.loader import TrainingLoader, bucket, to_device, windows
 from annotated_transformer.vocabulary import PAD
 
 
@@ -24,6 +25,28 @@ def test_every_pair_is_in_one_batch(shuffle):
     batches = list(loader.index_batches(3))
     assert sorted(np.concatenate(batches).tolist()) == list(range(700))
     assert len(batches) == len(loader)
+
+
+def test_batches_are_cut_like_those_of_the_reference():
+    "`bucket` without shuffling gives `token_batches`' lengths; it orders equal lengths by the other side."
+    lengths = np.array([(len(src) + 1, len(tgt) + 1) for src, tgt in make_pairs()])
+    expected = token_batches([tuple(row) for row in lengths.tolist()], 256, shuffle=False)
+    for found, rows in zip(bucket(lengths, 256), expected, strict=True):
+        assert sorted(lengths[found].max(1)) == sorted(lengths[rows].max(1))
+    assert sum(map(len, bucket(lengths, 256))) == len(lengths)
+
+
+def test_no_pairs_make_no_batches():
+    assert sum(map(len, windows(0))) == 0
+    assert len(TrainingLoader([], 256)) == 0 and list(TrainingLoader([], 256).epoch(0)) == []
+
+
+def test_to_device_keeps_batches_and_their_order():
+    loader = TrainingLoader(make_pairs(), 256)
+    moved = list(to_device(loader.epoch(0), torch.device('cpu')))
+    for found, expected in zip(moved, loader.epoch(0), strict=True):
+        assert torch.equal(found.src, expected.src) and torch.equal(found.tgt, expected.tgt)
+        assert found.global_tokens == expected.global_tokens
 
 
 def test_budget_holds_with_padding():
