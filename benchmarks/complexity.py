@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
 """Time and memory of one layer against the length of the sentence, for the kinds of layer in Table 1.
-Page 05 plots the record.
 
     python benchmarks/complexity.py
     python benchmarks/complexity.py --lengths 16 64 256 --repeats 5 --out /dev/null
@@ -9,33 +8,51 @@ Every layer is whole: attention with its projections. One sentence, forwards and
 round times each of the layers once, and the medians of the rounds count. Memory is what a layer
 keeps for its backward pass, counted exactly.
 """
-import argparse, json, statistics, time
+import argparse
+import json
+import statistics
+import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from annotated_transformer.v1.attention import MultiHeadAttention, attention, join_heads, split_heads
-from annotated_transformer.v1.complexity import LocalAttention, held_bytes
-from annotated_transformer.v1.vocabulary import write_whole
+from annotated_transformer.attention import MultiHeadAttention
+from annotated_transformer.complexity import restricted_attention
+from annotated_transformer.files import atomic_write
 from record import RESULTS, about
 
 SEED = 1
 
 def layers(d, n_heads, r, k):
     "Functions of x (1, n, d)."
-    by_equation, fused, local = (MultiHeadAttention(d, n_heads), MultiHeadAttention(d, n_heads),
-                                 LocalAttention(d, n_heads, r))
-    lstm, convolution = nn.LSTM(d, d, batch_first=True), nn.Conv1d(d, d, k, padding='same')
-    def heads(layer, x): return [split_heads(f(x), n_heads) for f in (layer.query, layer.key, layer.value)]
-    return {'self-attention, equation 1':
-                lambda x: by_equation.output(join_heads(attention(*heads(by_equation, x))[0])),
-            'self-attention, fused':
-                lambda x: fused.output(join_heads(nn.functional.scaled_dot_product_attention(*heads(fused, x)))),
+    def attention_layer(attention_fn=None):
+        layer = MultiHeadAttention(d, n_heads)
+        if attention_fn:
+            layer.attention_fn = lambda query, key, value, mask=None: (attention_fn(query, key, value), None)
+        return lambda x: layer(x, x, x)
+
+    lstm = nn.LSTM(d, d, batch_first=True)
+    convolution = nn.Conv1d(d, d, k, padding='same')
+    return {'self-attention, equation 1': attention_layer(),
+            'self-attention, fused': attention_layer(nn.functional.scaled_dot_product_attention),
             'recurrent': lambda x: lstm(x)[0],
             'convolutional': lambda x: convolution(x.mT).mT,
-            'self-attention, restricted': local}
+            'self-attention, restricted': attention_layer(partial(restricted_attention, r=r))}
+
+def held_bytes(f):
+    "Return the bytes that autograd keeps for the backward pass, without parameters; each storage counts once."
+    kept = {}
+    def keep(tensor):
+        if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor) # the reference keeps its address from being reused
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = f() # holds the graph until the sum is made
+    return sum(size for size, _ in kept.values()) if result.requires_grad else 0
 
 def once(f, x):
     "Seconds forwards and backwards."
@@ -76,9 +93,10 @@ def main():
     record = dict(name='complexity', **about(), seed=SEED, lengths=args.lengths,
                   d=args.d, n_heads=args.heads, r=args.r, k=args.k, repeats=args.repeats,
                   metrics={name: [row[name] for row in rows] for name in kinds})
-    write_whole(args.out, json.dumps(record, indent=2) + '\n')
+    atomic_write(args.out, json.dumps(record, indent=2) + '\n')
     for name in kinds:
         print(f'{name:28}',
               '  '.join(f"{row[name]['forward_ms'] + row[name]['backward_ms']:8.2f} ms" for row in rows))
 
-if __name__ == '__main__': main()
+if __name__ == '__main__':
+    main()

@@ -1,31 +1,35 @@
 #!/usr/bin/env python3
-"""A student of several teachers: the recipe's seeds, and a model of the other direction, write more text to learn from.
+"""Data diversification: several teachers write more training text for a student.
 
     python benchmarks/diversify.py --data-dir DIR --flags='--precision bfloat16' --jobs 2
-    python benchmarks/diversify.py --data-dir DIR --tokenized DIR # the student learns older papers' kind of text
+    python benchmarks/diversify.py --data-dir DIR --tokenized DIR # the student is trained on tokenized text
 
-Nguyen et al. (2020): every forward teacher translates the source sentences, the backward one the target sentences
-that people wrote, and a student learns from all these pairs beside what people wrote. In a further round it is a
-teacher itself, and goes on from its weights with those translations alone that are nearest to what people wrote (Kim
-and Rush, 2016). Each step is a command of `annotated-transformer`, printed as it begins; what is finished is not done
-again, so the same call goes on where it was stopped. With --tokenized the student's text is lower-cased and cut into
-words, in a folder that holds it so; what the teachers write is cut by the same rules. No test split is looked at.
+As in Nguyen et al. (2020), forward teachers (the recipe with several seeds) translate the source sentences, a
+backward teacher translates the target sentences, and a student is trained on all these pairs and the original ones.
+In a further round, the student becomes a teacher, and the next student continues from its weights with only those
+translations that are nearest to the references (Kim and Rush, 2016). Each step is a command of
+`annotated-transformer`, which is printed. Run the same command again to resume. With --tokenized, the student's text is
+lower-cased and tokenized; the teachers' translations are tokenized by the same rules. No test split is used.
 """
-import argparse, shlex, subprocess, sys
+import argparse
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sacrebleu.metrics import BLEU
 
-from annotated_transformer.v1.corpora import CorpusConfig, load_corpus, stream_lines
-from annotated_transformer.v1.scoring import lowercased_tokenized
-from annotated_transformer.v1.vocabulary import write_whole
+from annotated_transformer.corpora import CorpusConfig, load_corpus
+from annotated_transformer.files import atomic_write
+from annotated_transformer.parallel_text import stream_lines
+from annotated_transformer.scoring import lowercased_tokenized
 
 SPLITS = {'': 'train', 'val-': 'val', 'test-': 'test_2016_flickr'} # of the cut text, by how their flags begin
-STUDENT = ('--d-model 256 --d-ff 512 --dropout 0.2 --max-tokens 4096 --peak-rate 2.5e-3 --warmup 1000 '
-           '--max-steps 10000 --average 12') # more text has room for a wider model
-FURTHER = '--dropout 0.3 --peak-rate 1e-3 --max-steps 9000' # begun from a trained model: smaller steps
+STUDENT = ('--d-model 256 --d-ff 512 --dropout 0.2 --max-tokens 4096 --peak-lr 2.5e-3 '
+           '--warmup-steps 1000 --max-steps 10000 --average-checkpoints 12') # more text has room for a wider model
+FURTHER = '--dropout 0.3 --peak-lr 1e-3 --max-steps 9000' # begun from a trained model: smaller steps
 
 def run(*args, processes: int = 1) -> None:
     "One command, by torchrun if on several processes; printed first."
@@ -36,7 +40,7 @@ def run(*args, processes: int = 1) -> None:
         raise SystemExit('stopped: the same call goes on from here')
 
 def write(path: Path, lines: Iterable[str]) -> Path:
-    write_whole(path, ''.join(line + '\n' for line in lines))
+    atomic_write(path, ''.join(line + '\n' for line in lines))
     return path
 
 def ways(runs: Path, model: Path, sentences: Path, search: str, cut: str | None = None) -> list[list[str]]:
@@ -112,7 +116,7 @@ def main():
                         help='holds its text lower-cased and cut into words, as data/task1/tok does')
     parser.add_argument('--pair', default='en-de', help='source and target language')
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3], help='of the forward teachers')
-    parser.add_argument('--search', default='--beam-size 5 --alpha 1.4 --n-best 3',
+    parser.add_argument('--search', default='--beam-size 5 --length-penalty 1.4 --n-best 3',
                         help="flags of the teachers' search (%(default)s)")
     parser.add_argument('--flags', default='', help="further flags of every run: '--precision bfloat16', say")
     parser.add_argument('--teachers', default='', help="further flags of the teachers' runs")
@@ -121,7 +125,7 @@ def main():
     parser.add_argument('--student', default=STUDENT, help="further flags of a student's run (%(default)s)")
     parser.add_argument('--further', default=FURTHER,
                         help="flags after those, of the students but the first (%(default)s)")
-    parser.add_argument('--student-search', default='--beam-size 5 --alpha 1.0 --n-best 5',
+    parser.add_argument('--student-search', default='--beam-size 5 --length-penalty 1.0 --n-best 5',
                         help='flags of its search, when it teaches the next (%(default)s)')
     parser.add_argument('--nearest', type=int, default=3,
                         help='translations of a sentence that the students but the first learn from, in each direction')
@@ -132,4 +136,5 @@ def main():
     args.runs.mkdir(parents=True, exist_ok=True)
     students(args)
 
-if __name__ == '__main__': main()
+if __name__ == '__main__':
+    main()

@@ -11,7 +11,17 @@ how-manieth of the process, half of them in a save. Those between fall at any mo
 and rename takes some milliseconds longer than it would, so that they meet saves too. What a run was
 doing when it was killed is read off the files that it left.
 """
-import argparse, itertools, json, os, random, shutil, signal, sys, tempfile, threading, time
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,24 +29,24 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from annotated_transformer.v1.batches import BatchLoader
-from annotated_transformer.v1.checkpoints import checkpoints, read_log
-from annotated_transformer.v1.training import TrainConfig, Trainer
-from annotated_transformer.v1.transformer import Transformer, TransformerConfig
-from annotated_transformer.v1.vocabulary import write_whole
+from annotated_transformer.checkpoints import list_checkpoints, read_log
+from annotated_transformer.files import atomic_write
+from annotated_transformer.loader import TrainingLoader
+from annotated_transformer.trainer import TrainConfig, Trainer
+from annotated_transformer.transformer import Transformer, TransformerConfig
 from record import RESULTS, about
 
 MODEL = TransformerConfig(40, n_layers=1, d_model=32, d_ff=64, n_heads=2, max_len=16, dropout=0.1)
-SETTINGS = TrainConfig(max_tokens=60, warmup=20, peak_rate=1e-2, log_every=3, save_every=5, average=3,
-                       accumulate=2, ema=0.9)
+SETTINGS = TrainConfig(max_tokens=60, warmup_steps=20, peak_lr=1e-2, log_every=3, save_every=5, average_checkpoints=3,
+                       gradient_accumulation_steps=2, ema_decay=0.9)
 PAIRS = [([4 + (7 * i + j) % 36 for j in range(2 + i % 6)],
           [4 + (5 * i + j) % 36 for j in range(2 + i % 5)]) for i in range(300)]
 
 def train(out: Path, steps: int) -> None:
     "The run, from wherever its folder is."
     torch.manual_seed(SETTINGS.seed)
-    batches = BatchLoader(PAIRS[:280], SETTINGS.max_tokens, seed=SETTINGS.seed)
-    val_batches = list(BatchLoader(PAIRS[280:], 500, shuffle=False).epoch(0))
+    batches = TrainingLoader(PAIRS[:280], SETTINGS.max_tokens, seed=SETTINGS.seed)
+    val_batches = list(TrainingLoader(PAIRS[280:], 500, shuffle=False).epoch(0))
     Trainer(Transformer(MODEL), batches, val_batches, replace(SETTINGS, max_steps=steps), out, progress_bar=False).fit()
 
 def slow_disk(pause: float, fuse: int | None) -> None:
@@ -78,7 +88,7 @@ def phase(out: Path, since: float) -> str:
     "What a run that was killed after `since` was doing, by what it left."
     changed = {p.name: p for folder in (out, out / 'checkpoints') for p in folder.glob('*')
                if p.stat().st_ctime >= since}
-    last, log = max((p.name for p in checkpoints(out)), default=''), out / 'log.jsonl'
+    last, log = max((p.name for p in list_checkpoints(out)), default=''), out / 'log.jsonl'
     for name, folder in changed.items():
         if not name.endswith('.partial'): continue
         if name < last: return 'removing an old checkpoint'
@@ -95,9 +105,9 @@ def phase(out: Path, since: float) -> str:
 def result(out: Path) -> dict[str, bytes]:
     "All that must be the same, by file. Times are left out: they are the clock's, not the run's."
     files = [out / name for name in ('log.jsonl', 'config.json', 'model.safetensors')]
-    files += [folder / name for folder in checkpoints(out) for name in ('config.json', 'model.safetensors', 'state.pt')]
+    files += [folder / name for folder in list_checkpoints(out) for name in ('config.json', 'model.safetensors', 'state.pt')]
     progress = {folder: json.loads((folder / 'progress.json').read_text()) | dict(minutes=0)
-                for folder in checkpoints(out)}
+                for folder in list_checkpoints(out)}
     return ({str(p.relative_to(out)): p.read_bytes() for p in files}
             | {f'{folder.name}/progress.json': json.dumps(at).encode() for folder, at in progress.items()})
 
@@ -121,7 +131,7 @@ def main():
         out, done = place / f'killed-{runs}', False
         while not done:
             after, fuse, since = 600.0, None, time.time()
-            before = checkpoints(out)[-1].name if checkpoints(out) else None
+            before = list_checkpoints(out)[-1].name if list_checkpoints(out) else None
             if len(kills) < args.kills and len(kills) % 2: after = moments.uniform(0, lasted / args.kills)
             elif len(kills) < args.kills: fuse = moments.randrange(1, 60)
             if not (done := ended(start(out, args.steps, args.pause, fuse), after)):
@@ -142,7 +152,9 @@ def main():
                       runs=runs, steps=args.steps, seconds_never_killed=round(lasted, 1),
                       files_compared=len(wanted), files_that_differ=0),
                   during=during, kills=kills)
-    write_whole(args.record, json.dumps(record, indent=2) + '\n') if args.record != Path(os.devnull) else None
+    if args.record != Path(os.devnull):
+        atomic_write(args.record, json.dumps(record, indent=2) + '\n')
     shutil.rmtree(place)
 
-if __name__ == '__main__': main()
+if __name__ == '__main__':
+    main()

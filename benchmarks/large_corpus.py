@@ -8,7 +8,15 @@ Each size is prepared, and trained from, by a process of its own, so that its me
 files of the smaller sizes are the beginning of the largest's. Ten million is read off the straight
 line through the measured times.
 """
-import argparse, json, os, resource, statistics, subprocess, sys, tempfile, time
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -16,18 +24,29 @@ import numpy as np
 import psutil
 import torch
 
-from annotated_transformer.v1.batches import BatchLoader, padding_share
-from annotated_transformer.v1.corpora import load_corpus
-from annotated_transformer.v1.large_corpora import len_cores, open_pairs, tokenizer_for
-from annotated_transformer.v1.optimizer import make_optimizer
-from annotated_transformer.v1.toy_languages import toy_pairs
-from annotated_transformer.v1.training import batch_loss
-from annotated_transformer.v1.transformer import Transformer, TransformerConfig
-from annotated_transformer.v1.vocabulary import load_tokenizer, write_whole
-
+from annotated_transformer.corpora import load_corpus
+from annotated_transformer.files import atomic_write
+from annotated_transformer.kernels import accelerate
+from annotated_transformer.large_corpora import available_cores, open_pairs, train_tokenizer_on
+from annotated_transformer.loader import TrainingLoader
+from annotated_transformer.recipe import model_config
+from annotated_transformer.toy_languages import toy_pairs
+from annotated_transformer.training import make_optimizer, train_step
+from annotated_transformer.transformer import Transformer
+from annotated_transformer.vocabulary import PAD, load_tokenizer
 from record import RESULTS, about
 
 VOCAB, MAX_TOKENS, MAX_LEN = 4000, 4096, 256
+
+def padding_share(batches) -> float:
+    "Return the share of padding in the ids of batches."
+    n_padding = 0
+    n_ids = 0
+    for batch in batches:
+        for ids in (batch.src, batch.tgt):
+            n_padding += int((ids == PAD).sum())
+            n_ids += ids.numel()
+    return n_padding / n_ids
 
 def rss_mb() -> float: return psutil.Process().memory_info().rss/1e6
 
@@ -74,17 +93,15 @@ def train(folder: Path, n: int, steps: int) -> dict:
     torch.manual_seed(0)
     found, tokenizer = corpus(folder, n), load_tokenizer(folder/'tokenizer.json')
     pairs = open_pairs(found['train'], tokenizer, found.langs, MAX_LEN, folder/'encoded', progress_bar=False)
-    model = Transformer(TransformerConfig.preset('tiny', vocab_size=len(tokenizer)))
-    optimizer, loader, seconds, most = make_optimizer(model), BatchLoader(pairs, MAX_TOKENS, seed=1), [], 0.
+    model = accelerate(Transformer(model_config('tiny', vocab_size=len(tokenizer))))
+    optimizer, loader, seconds, most = make_optimizer(model), TrainingLoader(pairs, MAX_TOKENS, seed=1), [], 0.
     began = time.perf_counter()
     n_batches = len(loader)
     counted = time.perf_counter() - began
     cpu = []
     for batch in islice(loader.epoch(0), steps):
         began, cpu_began = time.perf_counter(), time.process_time()
-        optimizer.zero_grad()
-        (batch_loss(model, batch, 0.1)/batch.n_tokens).backward()
-        optimizer.step()
+        train_step(model, batch, optimizer, lr=1e-4)
         seconds.append(time.perf_counter() - began)
         cpu.append(time.process_time() - cpu_began)
         most = max(most, rss_mb())
@@ -145,7 +162,7 @@ def main():
         generated = generate(folder, sizes, args.seed)
         began = time.perf_counter()
         smallest = corpus(folder, sizes[0])
-        tokenizer_for('bpe', smallest['train'], smallest.langs, VOCAB).save(folder/'tokenizer.json')
+        train_tokenizer_on('bpe', smallest['train'], smallest.langs, VOCAB).save(folder/'tokenizer.json')
         tokenizer_seconds, rows = time.perf_counter() - began, []
         for n in sizes:
             rows.append(rounded(dict(pairs=n, generate_seconds=generated[n], **measure('prepare', folder, n, 0),
@@ -153,10 +170,11 @@ def main():
             load.append(os.getloadavg()[0])
             print(table(rows), flush=True)
     metrics = dict(sizes=rows, line=rounded(line(rows)) if len(rows) > 1 else None,
-                   num_proc=len_cores(), tokenizer_seconds=round(tokenizer_seconds, 1),
+                   num_proc=available_cores(), tokenizer_seconds=round(tokenizer_seconds, 1),
                    vocab_size=VOCAB, max_tokens=MAX_TOKENS, steps=args.steps, load_average=[round(x, 1) for x in load])
     record = dict(name=args.out, **about(), seed=args.seed, note=args.note, metrics=metrics)
     print(json.dumps(metrics['line'], indent=1))
-    if args.out != '-': write_whole(RESULTS/f'{args.out}.json', json.dumps(record, indent=2) + '\n')
+    if args.out != '-': atomic_write(RESULTS/f'{args.out}.json', json.dumps(record, indent=2) + '\n')
 
-if __name__ == '__main__': main()
+if __name__ == '__main__':
+    main()

@@ -10,16 +10,22 @@ what the record holds of the same settings is not trained again. The recipe itse
 whose spread says how far chance alone parts two runs. How to average and how to search cost no training and are
 tried on the recipe's first seed. The test splits are not looked at.
 """
-import argparse, json, shlex, statistics, subprocess, sys, tempfile
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
-from annotated_transformer.v1.checkpoints import average_checkpoints, checkpoints
-from annotated_transformer.v1.corpora import CorpusConfig, load_corpus
-from annotated_transformer.v1.recipe import RECIPES, evaluate
-from annotated_transformer.v1.translator import Translator
-from annotated_transformer.v1.vocabulary import write_whole
+from annotated_transformer.checkpoints import average_checkpoints, list_checkpoints
+from annotated_transformer.corpora import CorpusConfig, load_corpus
+from annotated_transformer.files import atomic_write
+from annotated_transformer.recipe import RECIPES, evaluate
+from annotated_transformer.translator import Translator
 from record import RESULTS, about, machine
 
 RECIPE = 'multi30k-en-de'
@@ -28,20 +34,21 @@ FIRST = next(iter(SEEDS))
 VARIANTS = {
     'vocabulary 4,000': '--vocab-size 4000', 'vocabulary 16,000': '--vocab-size 16000',
     'dropout 0.1': '--dropout 0.1', 'dropout 0.2': '--dropout 0.2',
-    'peak rate 2e-3': '--peak-rate 2e-3', 'peak rate 6e-3': '--peak-rate 6e-3',
-    'warm-up 200': '--warmup 200', 'warm-up 1,000': '--warmup 1000',
+    'peak learning rate 2e-3': '--peak-lr 2e-3', 'peak learning rate 6e-3': '--peak-lr 6e-3',
+    'warm-up 200': '--warmup-steps 200', 'warm-up 1,000': '--warmup-steps 1000',
     'batches of 1,024 tokens': '--max-tokens 1024', 'batches of 4,096 tokens': '--max-tokens 4096',
     'BPE-dropout 0.1': '--bpe-dropout 0.1', 'R-Drop 1': '--r-drop 1', 'R-Drop 5': '--r-drop 5',
-    'no label smoothing': '--label-smoothing 0', 'moving average of weights': '--ema 0.999',
+    'no label smoothing': '--label-smoothing 0', 'moving average of weights': '--ema-decay 0.999',
     'sinusoidal positions': '--positions sinusoidal', 'ALiBi': '--positions alibi',
     'scaled initialisation': '--init scaled', 'post-norm, scaled initialisation': '--norm post --init scaled',
-    'inner width 512': '--d-ff 512',
-    'width 256, inner width 512, peak rate 2e-3': '--d-model 256 --d-ff 512 --peak-rate 2e-3',
+    'd_ff 512': '--d-ff 512',
+    'd_model 256, d_ff 512, peak learning rate 2e-3': '--d-model 256 --d-ff 512 --peak-lr 2e-3',
 }
 AVERAGES = 1, 5, 10
-SEARCH = dict(beam_size=5, alpha=1.0)                   # of every score but those of SEARCHES
-SEARCHES = {'greedy': dict(beam_size=1)} | {f'beam {beam}, alpha {alpha}': dict(beam_size=beam, alpha=alpha)
-                                            for beam in (4, 5, 8) for alpha in (0.6, 1.0, 1.4, 1.7)}
+SEARCH = {'beam_size': 5, 'length_penalty': 1.0} # of every score but those of SEARCHES
+SEARCHES = {'greedy': dict(beam_size=1)} | {
+    f'beam {beam}, length penalty {penalty}': dict(beam_size=beam, length_penalty=penalty)
+    for beam in (4, 5, 8) for penalty in (0.6, 1.0, 1.4, 1.7)}
 
 def train(name: str, flags: str, args) -> Path:
     "One variant, trained to its end: its folder."
@@ -62,7 +69,7 @@ def scored(folder: Path, flags: str, pairs) -> dict:
 
 def averaged(folder: Path, pairs) -> dict[str, float]:
     "BLEU of the last checkpoint of a trained run, and of averages of the last ones."
-    kept, found = checkpoints(folder), {}
+    kept, found = list_checkpoints(folder), {}
     if len(kept) < max(AVERAGES): raise SystemExit(f'{folder} has {len(kept)} checkpoints left, not {max(AVERAGES)}')
     with tempfile.TemporaryDirectory() as room:
         for n in AVERAGES:
@@ -120,8 +127,9 @@ def main():
     record |= about() | dict(name='recipe', seed=1, command=shlex.join(command), metrics=dict(
         mean=statistics.mean(seeds), spread=statistics.stdev(seeds), variants=rows),
         left_out=[name for name in VARIANTS if name not in rows])
-    write_whole(args.out, json.dumps(record, indent=2) + '\n')
+    atomic_write(args.out, json.dumps(record, indent=2) + '\n')
     print(f'the recipe, three seeds: {statistics.mean(seeds):.2f} ± {statistics.stdev(seeds):.2f}')
     for name, bleu in (record['averages'] | record['searches']).items(): print(f'{name:<28} val BLEU {bleu:.2f}')
 
-if __name__ == '__main__': main()
+if __name__ == '__main__':
+    main()

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """What the Transformer replaced, beside it: LSTMs with attention, with as many parameters, on the same batches.
-Page 32 plots the record.
+
 
     python benchmarks/recurrent.py # toy EN-DE: rates, training, decoding; about 20 minutes of one core
     python benchmarks/recurrent.py --corpus multi30k --data-dir ../shared/data/multi30k --minutes 8
@@ -15,24 +15,30 @@ on `val` of toy EN-DE after `--sweep-steps` updates; Multi30k takes it from the 
 figures join those that the record holds, after every round. Ctrl-C ends the training after the round
 that runs, and what has been learned is scored. Rates that the record holds are not tried again.
 """
-import argparse, json, re, time
+import argparse
+import json
+import re
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm, trange
 
-from annotated_transformer.v1.batches import BatchLoader, encode_pairs
-from annotated_transformer.v1.checkpoints import build
-from annotated_transformer.v1.corpora import CorpusConfig, load_corpus
-from annotated_transformer.v1.optimizer import learning_rate, make_optimizer
-from annotated_transformer.v1.recipe import default_run
-from annotated_transformer.v1.recurrent import RecurrentConfig
-from annotated_transformer.v1.scoring import brief, score, score_by_length
-from annotated_transformer.v1.training import Objective, noting_signals, seed_step, train_step, validate
-from annotated_transformer.v1.transformer import count_parameters
-from annotated_transformer.v1.translator import Translator
-from annotated_transformer.v1.vocabulary import train_tokenizer, write_whole
+from annotated_transformer.batches import BatchLoader, encode_pairs
+from annotated_transformer.checkpoints import build_model
+from annotated_transformer.corpora import CorpusConfig, load_corpus
+from annotated_transformer.files import atomic_write
+from annotated_transformer.kernels import accelerate
+from annotated_transformer.recipe import default_run
+from annotated_transformer.recurrent import RecurrentConfig
+from annotated_transformer.run_log import catch_signals
+from annotated_transformer.scoring import score, score_by_length
+from annotated_transformer.trainer import LossModule, seed_step, train_step, validate
+from annotated_transformer.training import learning_rate, make_optimizer
+from annotated_transformer.transformer import count_parameters
+from annotated_transformer.translator import Translator
+from annotated_transformer.vocabulary import train_tokenizer
 from record import RESULTS, about
 
 SEED, WARMUP = 1, 100
@@ -52,7 +58,7 @@ class Task:
         model = replace(run.model, **OWN[name])
         self.corpus = load_corpus(config)
         self.tokenizer = train_tokenizer('bpe', self.corpus['train'], self.corpus.langs, model.vocab_size)
-        self.training = replace(run.training, warmup=WARMUP, seed=SEED)
+        self.training = replace(run.training, warmup_steps=WARMUP, seed=SEED)
         transformer = replace(model, vocab_size=len(self.tokenizer))
         self.models = {'Transformer': transformer} | {
             f'LSTM, {attention}': self.equal(transformer, attention) for attention in ('additive', 'dot')}
@@ -62,18 +68,18 @@ class Task:
 
     def equal(self, transformer, attention):
         "A recurrent model, the even width of which makes its parameters as many as they can be made."
-        wanted, c = count_parameters(build(transformer)), transformer
+        wanted, c = count_parameters(build_model(transformer)), transformer
         configs = [RecurrentConfig(c.vocab_size, 2, d, attention, c.dropout, c.max_len)
                    for d in range(c.d_model, 2*c.d_model, 2)]
-        return min(configs, key=lambda config: abs(count_parameters(build(config)) - wanted))
+        return min(configs, key=lambda config: abs(count_parameters(build_model(config)) - wanted))
 
 
 class Learner:
     "One model in training."
     def __init__(self, task, config, rate):
         torch.manual_seed(SEED)
-        self.task, self.rate, self.model, self.step, self.tokens, self.seconds = task, rate, build(config), 0, 0, 0.
-        self.optimizer, self.objective = make_optimizer(self.model), Objective(self.model, task.training)
+        self.task, self.rate, self.model, self.step, self.tokens, self.seconds = task, rate, accelerate(build_model(config)), 0, 0, 0.
+        self.optimizer, self.objective = make_optimizer(self.model), LossModule(self.model, task.training)
         self.loader = BatchLoader(task.train, task.training.max_tokens, SEED)
         self.batches, self.curve = self.all_batches(), []
 
@@ -88,7 +94,7 @@ class Learner:
         c, batch, began = self.task.training, next(self.batches), time.process_time()
         seed_step(SEED, self.step + 1)
         train_step(self.objective, [batch], self.optimizer,
-                   learning_rate(self.step + 1, self.rate, c.warmup), c.clip_norm)
+                   learning_rate(self.step + 1, self.rate, c.warmup_steps), c.max_grad_norm)
         self.step, self.tokens, self.seconds = (
             self.step + 1, self.tokens + batch.n_tokens, self.seconds + time.process_time() - began)
 
@@ -134,13 +140,14 @@ def decode(task, learner, sentences):
     seen = translator.attention(src, tgt)
     looked = dict(src=seen.src, tgt=seen.tgt,
                   cross=[[[round(w, 3) for w in row] for row in layer] for layer in seen.cross.mean(1).tolist()])
+    groups = score_by_length(translations, references, EDGES[task.corpus.name])
     return dict(**took, looked=looked,
-                by_length=brief(score_by_length(translations, references, EDGES[task.corpus.name])))
+                by_length={name: dict(bleu=part.bleu, chrf=part.chrf, sentences=part.sentences) for name, part in groups.items()})
 
 def figures(task, learners, rates, decoded):
     "What the record says of each model."
     return {name: dict(settings=asdict(task.models[name]), parameters=count_parameters(of.model),
-                       peak_rate=rates[family(name)], curve=of.curve,
+                       peak_lr=rates[family(name)], curve=of.curve,
                        tokens_per_second=round(of.tokens / of.seconds, 1), **decoded.get(name, {}))
             for name, of in learners.items()}
 
@@ -150,7 +157,7 @@ def join(path, **parts):
     record |= parts
     # a row of numbers is a line
     text = re.sub(r'\[[\s\d.,]+\]', lambda rows: ' '.join(rows[0].split()), json.dumps(record, indent=1))
-    if parts: write_whole(path, text + '\n')
+    if parts: atomic_write(path, text + '\n')
     return record
 
 def try_rate(task, args):
@@ -158,7 +165,7 @@ def try_rate(task, args):
     learner = Learner(task, task.models[args.only], args.rate)
     for i in trange(1, 1 + round(60*args.minutes / args.slice), desc=f'{args.only}, {args.rate:g}'):
         learner.learn(i * args.slice)
-    found = dict(model=args.only, peak_rate=args.rate, command=about()['command'], curve=learner.curve)
+    found = dict(model=args.only, peak_lr=args.rate, command=about()['command'], curve=learner.curve)
     held = join(args.out)[args.corpus]
     join(args.out, **{args.corpus: held | dict(other_rates=held.get('other_rates', []) + [found])})
 
@@ -186,12 +193,13 @@ def main():
     learners = {name: Learner(task, config, rates[family(name)]) for name, config in task.models.items()}
     told = about() | dict(seed=SEED, tests=TESTS[args.corpus],
                           training={name: getattr(task.training, name)
-                                    for name in ('max_tokens', 'warmup', 'label_smoothing', 'clip_norm')})
+                                    for name in ('max_tokens', 'warmup_steps', 'label_smoothing', 'max_grad_norm')})
     held = join(args.out).get(args.corpus, {}) # other rates, say, that were tried
     def write(): join(args.out, **{args.corpus: held | dict(told, models=figures(task, learners, rates, decoded))})
-    with noting_signals() as noted:
+    with catch_signals() as received:
         for i in tqdm(range(1, 1 + max(1, round(60*args.minutes / args.slice))), desc=args.corpus, unit='round'):
-            if noted: break
+            if received:
+                break
             losses = {name: learner.learn(i * args.slice) for name, learner in learners.items()}
             write()
             tqdm.write(f'{i * args.slice:6.0f} s  ' + '  '.join(f'{name} {loss:.3f}' for name, loss in losses.items()))
@@ -200,4 +208,5 @@ def main():
         write()
         print(f'{name:16}', {k: v for k, v in decoded[name].items() if k in ('greedy', 'beam')})
 
-if __name__ == '__main__': main()
+if __name__ == '__main__':
+    main()

@@ -1,36 +1,47 @@
 #!/usr/bin/env python3
 """Train the model that ships inside the package: toy EN-DE by its recipe, scored on all of its test splits.
 
-    python benchmarks/shipped_model.py # some minutes on two cores; into annotated_transformer/v1/data/toy-ende
+    python benchmarks/shipped_model.py # some minutes on two cores; into annotated_transformer/data/toy-ende
     python benchmarks/shipped_model.py --out /tmp/again # the same elsewhere, to compare
 
-The record is the folder's own training.json, and results/shipped-model.log.jsonl beside it:
-the losses that the same command gives again, but for what a change of the code since has rounded otherwise.
+The record is the folder's training.json, with results/shipped-model.log.jsonl beside it. The same command gives
+the same losses again, up to rounding.
 """
-import argparse, json, tempfile
-from dataclasses import asdict
+import argparse
+import json
+import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from annotated_transformer.v1.checkpoints import read_log
-from annotated_transformer.v1.corpora import load_corpus
-from annotated_transformer.v1.recipe import default_run, evaluate, train_translator
-from annotated_transformer.v1.vocabulary import write_whole
+from annotated_transformer.checkpoints import read_log
+from annotated_transformer.corpora import load_corpus
+from annotated_transformer.recipe import default_run, evaluate, train_translator
+from annotated_transformer.files import atomic_write
 from record import RESULTS, about
 
-SHIPPED = Path(__file__).parents[1] / 'annotated_transformer/v1/data/toy-ende'
+SHIPPED = Path(__file__).parents[1] / 'annotated_transformer/data/toy-ende'
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', type=Path, default=SHIPPED, help='the model folder')
-    args, run = parser.parse_args(), default_run()
+    parser.add_argument('--max-steps', type=int, help='stop after so many steps, to try the script')
+    args = parser.parse_args()
+    run = default_run()
+    if args.max_steps:
+        if args.out == SHIPPED:
+            parser.error('--max-steps needs another --out, to keep the shipped model')
+        run = replace(run, training=replace(run.training, max_steps=args.max_steps))
     with tempfile.TemporaryDirectory() as folder:
-        translator, log = train_translator(run, Path(folder) / 'run'), read_log(Path(folder) / 'run/log.jsonl')
-    corpus, splits = load_corpus(run.corpus), ('test', 'test_long', 'test_combinations')
-    scores = {split: evaluate(translator, corpus[split])[0] for split in splits}
+        translator = train_translator(run, Path(folder) / 'run')
+        log = read_log(Path(folder) / 'run/log.jsonl')
+    corpus = load_corpus(run.corpus)
+    scores = {split: evaluate(translator, corpus[split])[0] for split in ('test', 'test_long', 'test_combinations')}
     translator.training |= {split: asdict(found) for split, found in scores.items()} | about()
     translator.save(args.out)
     if args.out == SHIPPED:
-        write_whole(RESULTS / 'shipped-model.log.jsonl', ''.join(json.dumps(row) + '\n' for row in log))
-    for split, found in scores.items(): print(f'{split}: {found}')
+        atomic_write(RESULTS / 'shipped-model.log.jsonl', ''.join(json.dumps(row) + '\n' for row in log))
+    for split, found in scores.items():
+        print(f'{split}: {found}')
 
-if __name__ == '__main__': main()
+if __name__ == '__main__':
+    main()

@@ -1,59 +1,95 @@
-"What benchmarks/record.py and benchmarks/recipe.py write down, and what they refuse to write over."
-import hashlib, json, shutil, sys
+"What the scripts in benchmarks/ write into records, and what they refuse to overwrite."
+import json
+import shlex
+import shutil
+import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / 'benchmarks'))
-import recipe, record
+import claims
+import diversify
+import recipe
+import record
 
-from annotated_transformer.v1.corpora import Corpus, CorpusConfig, load_corpus
-from annotated_transformer.v1.recipe import RECIPES, evaluate
-from annotated_transformer.v1.translator import SHIPPED, Translator
+from annotated_transformer.corpora import Corpus, CorpusConfig, load_corpus
+from annotated_transformer.files import checksum
+from annotated_transformer.recipe import RECIPES, RunConfig, evaluate
+from annotated_transformer.trainer import TrainConfig
+from annotated_transformer.transformer import TransformerConfig
+from annotated_transformer.translator import SHIPPED, Translator
+
 
 @pytest.fixture
 def corpus(monkeypatch):
-    "A few sentences, long ones to validate on: there the searches differ."
-    whole = load_corpus(CorpusConfig('toy-ende'))
-    splits = dict(val=whole['test_long'][:24], test=whole['test'][:24])
-    monkeypatch.setattr(record, 'load_corpus', lambda config: Corpus('few', whole.langs, splits))
+    "A few sentences; long ones for validation, where the searches differ."
+    complete = load_corpus(CorpusConfig('toy-ende'))
+    splits = {'val': complete['test_long'][:24], 'test': complete['test'][:24]}
+    monkeypatch.setattr(record, 'load_corpus', lambda config: Corpus('few', complete.langs, splits))
     return splits
 
-def made(tmp_path, monkeypatch, *flags):
-    "The record that the script makes of the package's model, as of a run."
+
+def make_record(tmp_path, monkeypatch, *flags):
+    "Make a record of the shipped model, as if it came from a run."
     run = shutil.copytree(SHIPPED, tmp_path / 'run')
-    for name in 'log', 'clock': (run / f'{name}.jsonl').write_text('')
+    (run / 'log.jsonl').write_text('{"step": 20, "loss": 2.0}\n{"step": 20, "val_loss": 1.0}\n')
+    (run / 'clock.jsonl').write_text('{"step": 20, "minutes": 0.1, "tokens_per_second": 9}\n{"step": 20, "minutes": 0.2}\n')
     monkeypatch.setattr(record, 'RESULTS', tmp_path)
-    monkeypatch.setattr(sys, 'argv', ['record.py', str(run), 'toy', '--split', 'test', '--command', 'make toy', *flags])
+    arguments = ['record.py', str(run), 'toy', '--split', 'test', '--command', 'make toy', *flags]
+    monkeypatch.setattr(sys, 'argv', arguments)
     record.main()
     return json.loads((tmp_path / 'toy.json').read_text('utf-8'))
 
-def test_the_best_search_on_val_translates_the_other_splits(tmp_path, monkeypatch, corpus):
-    found = made(tmp_path, monkeypatch, '--beam-size', '1', '4', '--alpha', '0.0', '2.0')
-    tried, model = found['tried_on_val'], Translator.load()
-    assert list(tried) == [f'beam {beam}, alpha {alpha}' for beam in (1, 4) for alpha in (0.0, 2.0)]
+
+def test_best_search_on_val_translates_the_other_splits(tmp_path, monkeypatch, corpus):
+    found = make_record(tmp_path, monkeypatch, '--beam-size', '1', '4', '--length-penalty', '0.0', '2.0')
+    tried = found['tried_on_val']
+    assert list(tried) == [f'beam {beam}, length penalty {penalty}' for beam in (1, 4) for penalty in (0.0, 2.0)]
     assert len(set(tried.values())) > 1
     chosen = found['search']
-    assert tried[f"beam {chosen['beam_size']}, alpha {chosen['alpha']}"] == max(tried.values())
+    best = tried[f"beam {chosen['beam_size']}, length penalty {chosen['length_penalty']}"]
+    assert best == max(tried.values()) == found['scores']['val']['bleu']
     for split, pairs in corpus.items():
-        assert found['scores'][split]['bleu'] == evaluate(model, pairs, **chosen)[0].bleu
-    assert max(tried.values()) == found['scores']['val']['bleu']
+        scores, _ = evaluate(Translator.load(), pairs, **chosen)
+        assert found['scores'][split]['bleu'] == scores.bleu
 
-def test_a_record_says_what_it_is_of(tmp_path, monkeypatch, corpus):
-    found = made(tmp_path, monkeypatch)
-    assert found['search'] == dict(beam_size=4, alpha=0.6) and 'tried_on_val' not in found
-    assert found['command'] == 'make toy' and found['name'] == 'toy'
-    assert found['weights_sha256'] == hashlib.sha256((SHIPPED / 'model.safetensors').read_bytes()).hexdigest()
-    assert not found['settings']['corpus'].keys() & set(record.PATHS) and found['settings']['corpus']['extra'] is False
-    assert (record.told_of(dict(corpus='files', src='a', extra_src='b', unique=True))
-            == dict(corpus='files', unique=True, extra=True))
 
-def test_a_variant_is_asked_for_by_its_name_or_a_part_of_it():
-    def asked(*only): return [name for name in recipe.VARIANTS if recipe.wanted(name, only)]
-    assert asked('dropout 0.1') == ['dropout 0.1']                  # and not BPE-dropout 0.1
-    assert asked('R-Drop', 'ALiBi') == ['R-Drop 1', 'R-Drop 5', 'ALiBi']
-    assert asked() == list(recipe.VARIANTS)
+def test_a_record_says_what_was_measured(tmp_path, monkeypatch, corpus):
+    found = make_record(tmp_path, monkeypatch)
+    assert found['search'] == {'beam_size': 4, 'length_penalty': 0.6}
+    assert 'tried_on_val' not in found
+    assert found['command'] == 'make toy'
+    assert found['name'] == 'toy'
+    assert found['weights_sha256'] == checksum(SHIPPED / 'model.safetensors')['sha256']
+    assert not found['settings']['corpus'].keys() & set(record.PATHS)
+    assert found['settings']['corpus']['extra'] is False
+    rows = [json.loads(line) for line in (tmp_path / 'toy.log.jsonl').read_text().splitlines()]
+    assert rows == [{'step': 20, 'loss': 2.0, 'minutes': 0.1, 'tokens_per_second': 9},
+                    {'step': 20, 'val_loss': 1.0, 'minutes': 0.2}]
+
+
+def test_paths_of_extra_text_are_left_out():
+    settings = {'corpus': 'files', 'src': 'a', 'extra_src': 'b', 'unique': True}
+    assert record.public_settings(settings) == {'corpus': 'files', 'unique': True, 'extra': True}
+
+
+def test_variants_are_selected_by_name_or_part():
+    def selected(*only):
+        return [name for name in recipe.VARIANTS if recipe.wanted(name, only)]
+    assert selected('dropout 0.1') == ['dropout 0.1'] # and not BPE-dropout 0.1
+    assert selected('R-Drop', 'ALiBi') == ['R-Drop 1', 'R-Drop 5', 'ALiBi']
+    assert selected() == list(recipe.VARIANTS)
+
+
+def test_flags_of_the_scripts_are_names_of_settings():
+    known = {field.name for config in (RunConfig, TrainConfig, TransformerConfig) for field in fields(config)}
+    texts = [*recipe.VARIANTS.values(), *recipe.SEEDS.values(), diversify.STUDENT, diversify.FURTHER]
+    flags = {word for text in texts for word in shlex.split(text) if word.startswith('--')}
+    assert flags and {flag[2:].replace('-', '_') for flag in flags} <= known
+
 
 def test_another_recipe_does_not_overwrite_a_record(tmp_path):
     args = SimpleNamespace(out=tmp_path / 'recipe.json', epochs=12, flags='')
@@ -61,7 +97,63 @@ def test_another_recipe_does_not_overwrite_a_record(tmp_path):
     assert new['recipe'] == RECIPES['multi30k-en-de']
     args.out.write_text(json.dumps(new))
     assert recipe.recorded(args) == new
-    for other in dict(epochs=3), dict(machine='another'):
+    for other in {'epochs': 3}, {'machine': 'another'}:
         args.out.write_text(json.dumps(new | other))
         with pytest.raises(SystemExit, match=f'another {next(iter(other))}: choose another --out'):
             recipe.recorded(args)
+
+
+# --- claims.py
+
+@pytest.fixture
+def run_claims(tmp_path, monkeypatch):
+    "A function that runs claims.py on a pretended trainer: the record, and the runs that were trained."
+    trained = []
+
+    def run(settings, seed):
+        trained.append((settings['n_heads'], seed))
+        return {'seed': seed, 'train_loss': [7.0], 'val_loss': 1.0}
+
+    def main(*flags):
+        trained.clear()
+        out = tmp_path / 'claims.json'
+        monkeypatch.setattr(sys, 'argv', ['claims.py', '--only', 'base', '--only', '16 heads', '--out', str(out), *flags])
+        claims.main()
+        return json.loads(out.read_text('utf-8')), list(trained)
+
+    monkeypatch.setattr(claims, 'run', run)
+    return main
+
+
+def test_every_case_is_trained_with_the_same_seeds_seed_by_seed(run_claims):
+    found, trained = run_claims('--seeds', '2', '3')
+    assert trained == [(4, 2), (16, 2), (4, 3), (16, 3)]
+    assert [run['seed'] for run in found['cases']['16 heads']['runs']] == [2, 3]
+
+
+def test_finished_runs_are_not_trained_again(run_claims):
+    run_claims('--seeds', '2')
+    found, trained = run_claims('--seeds', '2', '3')
+    assert trained == [(4, 3), (16, 3)]
+    assert len(found['cases']['base']['runs']) == 2
+
+
+def test_no_run_starts_after_the_deadline(run_claims, monkeypatch):
+    run_claims('--seeds', '2')
+    _, trained = run_claims('--seeds', '2', '3', '--minutes', '0')
+    assert trained == []
+
+
+def test_a_record_with_other_settings_is_kept(run_claims, monkeypatch):
+    run_claims('--seeds', '2')
+    monkeypatch.setitem(claims.CASES, 'base', claims.BASE | {'tokens': 5})
+    with pytest.raises(SystemExit, match="other settings of 'base': choose another --out"):
+        run_claims('--seeds', '2')
+
+
+def test_without_warm_up_the_learning_rate_starts_at_its_peak():
+    warm = [claims.lr_at(step, claims.BASE) for step in range(1, 300)]
+    cold = [claims.lr_at(step, claims.BASE | {'warm_up': False}) for step in range(1, 300)]
+    assert max(warm) == cold[0] == claims.BASE['peak_lr']
+    assert warm[0] < 0.02 * cold[0]
+    assert warm[99:] == cold[99:]

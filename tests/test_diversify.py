@@ -1,14 +1,15 @@
-"A student of several teachers: what benchmarks/diversify.py gives it to learn from, the models' part played by a list."
-import shlex, sys
+"Which training text benchmarks/diversify.py makes for a student. A table stands in for the models."
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / 'benchmarks'))
+sys.path.insert(0, str(Path(__file__).parents[1] / 'benchmarks'))
 import diversify
 
 OWN = [('A dog runs.', 'Ein Hund rennt.'), ('Two cats sleep.', 'Zwei Katzen schlafen.')]
-SAYS = { # of each model, its translations of the two sentences, best first
+SAYS = { # {model: its translations of each of the two sentences, best first}
     'forward-1': [['Ein Hund läuft.', 'Ein Hund rennt.'], ['Zwei Katzen schlafen.', 'Katzen schlafen.']],
     'forward-2': [['Hunde laufen.', 'Ein Hund rennt weg.'], ['Zwei Katzen dösen.', 'Katzen schlafen.']],
     'backward': [['A dog is running.', 'Dogs run.'], ['Two cats sleep.', 'Two cats are asleep.']],
@@ -17,9 +18,10 @@ SAYS = { # of each model, its translations of the two sentences, best first
 
 @pytest.fixture
 def go(tmp_path, monkeypatch):
-    "Run the script, with the flags given: the commands that it would have run."
+    "A function that runs the script with some flags, and returns the commands that it would have run."
     def play(*command, processes=1):
-        calls.append(command := list(map(str, command)))
+        command = list(map(str, command))
+        calls.append(command)
         given = dict(zip(command[1::2], command[2::2]))
         if command[0] == 'translate': Path(given['--output']).write_text(''.join(
             f'{number}\t-1.5\t{text}\n' if given['--n-best'] != '1' else f'{text}\n'
@@ -33,37 +35,39 @@ def go(tmp_path, monkeypatch):
         return calls
     calls = []
     monkeypatch.setattr(diversify, 'run', play)
-    monkeypatch.setattr(diversify, 'load_corpus', lambda config: {'train': OWN}) # there is no other split to look at
+    monkeypatch.setattr(diversify, 'load_corpus', lambda config: {'train': OWN}) # no other split exists
     return go
 
-def learnt(folder, n): return list(zip(*((folder / f'further-{n}.{lang}').read_text('utf-8').splitlines()
-                                         for lang in ('en', 'de'))))
+def training_pairs(folder, n):
+    "The pairs that were made for a student."
+    sides = [(folder / f'further-{n}.{lang}').read_text('utf-8').splitlines() for lang in ('en', 'de')]
+    return list(zip(*sides))
 
-def test_the_first_student_learns_from_all_that_was_found(go, tmp_path):
+def test_first_student_is_trained_on_all_translations(go, tmp_path):
     go()
     (dog, hund), (cats, katzen) = OWN
-    assert learnt(tmp_path, 1) == [(src, text) for teacher in ('forward-1', 'forward-2')
+    assert training_pairs(tmp_path, 1) == [(src, text) for teacher in ('forward-1', 'forward-2')
                                    for src, texts in zip((dog, cats), SAYS[teacher]) for text in texts
                                   ] + [(text, tgt) for tgt, texts in zip((hund, katzen), SAYS['backward'])
                                        for text in texts]
 
-def test_of_one_translation_each_the_lines_have_no_number(go, tmp_path):
+def test_lines_have_no_number_if_there_is_one_translation_each(go, tmp_path):
     go('--search', '--n-best 1')
-    assert [new for _, new in learnt(tmp_path, 1)][:4] == [
+    assert [new for _, new in training_pairs(tmp_path, 1)][:4] == [
         'Ein Hund läuft.', 'Zwei Katzen schlafen.', 'Hunde laufen.', 'Zwei Katzen dösen.']
 
-def test_the_next_goes_on_from_it_with_the_nearest(go, tmp_path):
+def test_next_student_continues_with_the_nearest_translations(go, tmp_path):
     calls = go('--rounds', '2', '--nearest', '1', '--student', '--dropout 0.2', '--further', '--dropout 0.3')
     (dog, hund), (cats, katzen) = OWN
-    assert learnt(tmp_path, 2) == [ # the student's own among them; what people wrote is there already, and is not
+    assert training_pairs(tmp_path, 2) == [ # among them the student's; the original pairs are left out
         (dog, 'Der Hund rennt.'), (cats, 'Katzen schlafen.'),
         ('A dog is running.', hund), ('Two cats are asleep.', katzen)]
     first, second = (call for call in calls if '--unique' in call)
     assert '--start-from' not in first and second[second.index('--start-from') + 1] == str(tmp_path / 'student-1')
     assert '--dropout 0.2 --start-from' in shlex.join(second)
-    assert '--dropout 0.3 --out' in shlex.join(second)                       # the later of two is the one that counts
+    assert '--dropout 0.3 --out' in shlex.join(second)                       # the later of two flags counts
 
-def test_what_is_written_is_not_written_again(go, tmp_path):
+def test_finished_translations_are_not_made_again(go, tmp_path):
     assert sum(call[0] == 'translate' for call in go('--rounds', '2')) == 4
     assert not any(call[0] == 'translate' for call in go('--rounds', '2'))
     # another search is another text
