@@ -117,7 +117,7 @@ def run_claims(tmp_path, monkeypatch):
     def main(*flags):
         trained.clear()
         out = tmp_path / 'claims.json'
-        monkeypatch.setattr(sys, 'argv', ['claims.py', '--only', 'base', '--only', '16 heads', '--out', str(out), *flags])
+        monkeypatch.setattr(sys, 'argv', ['claims.py', '--only', 'base', '--only', '1 head', '--out', str(out), *flags])
         claims.main()
         return json.loads(out.read_text('utf-8')), list(trained)
 
@@ -127,14 +127,23 @@ def run_claims(tmp_path, monkeypatch):
 
 def test_every_case_is_trained_with_the_same_seeds_seed_by_seed(run_claims):
     found, trained = run_claims('--seeds', '2', '3')
-    assert trained == [(4, 2), (16, 2), (4, 3), (16, 3)]
-    assert [run['seed'] for run in found['cases']['16 heads']['runs']] == [2, 3]
+    assert trained == [(4, 2), (1, 2), (4, 3), (1, 3)]
+    assert [run['seed'] for run in found['cases']['1 head']['runs']] == [2, 3]
+
+
+def test_plan_has_five_or_nine_seeds_for_each_case():
+    runs = claims.planned_runs(claims.CASES)
+    seeds = {name: [seed for seed, case in runs if case == name] for name in claims.CASES}
+    assert seeds['base'] == list(range(2, 11))
+    assert seeds['pre-norm, warm-up, 0.001'] == list(range(2, 7))
+    assert runs[-1] == (6, claims.LAST[-1])
+    assert len(runs) == len(set(runs)) == sum(map(len, seeds.values()))
 
 
 def test_finished_runs_are_not_trained_again(run_claims):
     run_claims('--seeds', '2')
     found, trained = run_claims('--seeds', '2', '3')
-    assert trained == [(4, 3), (16, 3)]
+    assert trained == [(4, 3), (1, 3)]
     assert len(found['cases']['base']['runs']) == 2
 
 
