@@ -297,7 +297,8 @@ const ready = vegaEmbed('#view', spec, options).then(({view}) => {
 </html>
 """
 
-NOTE = ('Point at a query, on the right, to see its weights, or at a key, on the left, to see which queries attend to it. '
+NOTE = ('Point at a query, on the right, to see its weights, '
+        'or at a key, on the left, to see which queries attend to it. '
         'Lines and cells are as opaque as their weights are large. The slider hides the lines of small weights; '
         'the map shows all. In the table, the stronger the colour of a head, the larger its weights on single tokens: '
         'click to choose a head. Layers and heads are numbered from 0.')
@@ -363,7 +364,8 @@ def explore(
 ) -> Explorer:
     """Return all attention maps of one sentence pair as an interactive page.
 
-    Raises ValueError if maps and tokens do not fit or the head does not exist, ImportError without Altair or vl-convert.
+    Raises ValueError if maps and tokens do not fit or the head does not exist,
+    ImportError without Altair or vl-convert.
     """
     maps = source if text is None else source.attention(text, translation)
     return Explorer(vega_lite(maps, kind, layer, head, threshold), title or text or 'Attention')

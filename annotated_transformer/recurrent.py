@@ -51,7 +51,8 @@ class RecurrentEncoder(nn.Module):
         super().__init__()
         c = config
         dropout = c.dropout if c.n_layers > 1 else 0.0
-        self.lstm = nn.LSTM(c.d_model, c.d_model // 2, c.n_layers, batch_first=True, bidirectional=True, dropout=dropout)
+        self.lstm = nn.LSTM(c.d_model, c.d_model // 2, c.n_layers, batch_first=True,
+                            bidirectional=True, dropout=dropout)
 
     def forward(
         self,

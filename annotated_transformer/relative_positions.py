@@ -31,7 +31,7 @@ def rotate(
     return torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1).flatten(-2)
 
 class RotaryAttention:
-    "Attention with rotary positions: rotate queries and keys, then attend. The m queries are the last of the n positions."
+    "Rotate queries and keys, then attend. The m queries are the last of the n positions."
     def __init__(
         self,
         d_k: int,     # features of a head's queries and keys, an even number
@@ -68,7 +68,7 @@ def alibi_slopes(
     return 2 ** (-8 * torch.arange(1, n_heads + 1) / n_heads)
 
 class AlibiAttention:
-    "Attention whose logits fall with the distance between query and key, by one slope for each head (Press et al., 2022)."
+    "Attention whose logits fall with the distance, by one slope per head (Press et al., 2022)."
     def __init__(self, n_heads: int):
         self.slopes = alibi_slopes(n_heads)[:, None, None]
 
@@ -103,7 +103,8 @@ class RelativeConfig(TransformerConfig):
         if self.positions not in RELATIVE_POSITIONS:
             raise ValueError(f'positions={self.positions!r} is unknown: choose one of {", ".join(RELATIVE_POSITIONS)}')
         if self.positions == 'rotary' and self.head_size % 2:
-            raise ValueError(f'd_k={self.head_size} is odd: rotary positions rotate pairs of features, choose an even number')
+            raise ValueError(f'd_k={self.head_size} is odd: rotary positions rotate pairs of features, '
+                             'choose an even number')
 
     @property
     def head_size(self) -> int:

@@ -1,4 +1,4 @@
-"Recording and changing attention weights, maps of words, alignment error, and what page 11 says about the shipped model."
+"Recording and changing attention, maps of words, alignment error, and what page 11 says about the shipped model."
 import math
 import weakref
 from collections import Counter
@@ -142,7 +142,8 @@ def test_every_token_finds_its_word(tokenizer):
             tokens = tokens_of(tokenizer, text, lang)
             indices = word_indices(tokens, words)
             assert indices == sorted(indices)
-            spelled = [''.join(t.strip('▁￭') for t, i in zip(tokens, indices) if i == word) for word in range(len(words))]
+            spelled = [''.join(t.strip('▁￭') for t, i in zip(tokens, indices) if i == word)
+                       for word in range(len(words))]
             assert spelled == words
             assert word_indices(['<bos>', *tokens, '<eos>'], words) == [-1, *indices, -1]
 

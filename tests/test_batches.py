@@ -156,10 +156,12 @@ def test_pairs_are_encoded_and_truncated_with_a_warning():
     assert batch.src.size(1) == batch.tgt_in.size(1) == 4
 
 
-@pytest.mark.skipif(not (MULTI30K / 'train.de.gz').exists(), reason='no Multi30k: set ANNOTATED_TRANSFORMER_MULTI30K to its folder')
+@pytest.mark.skipif(not (MULTI30K / 'train.de.gz').exists(),
+                    reason='no Multi30k: set ANNOTATED_TRANSFORMER_MULTI30K to its folder')
 def test_padding_of_multi30k_is_as_the_page_says():
     "Random batches of 64: 52 % padding. Buckets of 1,024 tokens: 6 %."
-    sides = [gzip.decompress((MULTI30K / f'train.{lang}.gz').read_bytes()).decode().splitlines() for lang in ('en', 'de')]
+    sides = [gzip.decompress((MULTI30K / f'train.{lang}.gz').read_bytes()).decode().splitlines()
+             for lang in ('en', 'de')]
     pairs = list(zip(*sides, strict=True))
     assert len(pairs) == 29_000
     tokenizer = train_tokenizer('bpe', pairs, ('en', 'de'), vocab_size=8000)

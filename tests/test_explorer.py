@@ -256,7 +256,8 @@ def test_pointing_at_a_token_shows_its_weights(visit):
     quiet, plain = lines(page)
     point_at(page, 'query', 3)
     lit, colours = lines(page)
-    assert {place: lit[place] for place in lit if place[0] == 3} == {place: quiet[place] for place in quiet if place[0] == 3}
+    assert ({place: lit[place] for place in lit if place[0] == 3}
+            == {place: quiet[place] for place in quiet if place[0] == 3})
     assert all(lit[place] < 0.2 * quiet[place] for place in lit if place[0] != 3)
     assert len(plain) == 1 and len(colours) == 2
     numbers = sorted(text for text in texts(page) if '.' in str(text))
@@ -264,7 +265,8 @@ def test_pointing_at_a_token_shows_its_weights(visit):
     keep(page, 'pointing')
     point_at(page, 'key', 4)
     lit, _ = lines(page)
-    assert {place: lit[place] for place in lit if place[1] == 4} == {place: quiet[place] for place in quiet if place[1] == 4}
+    assert ({place: lit[place] for place in lit if place[1] == 4}
+            == {place: quiet[place] for place in quiet if place[1] == 4})
     page.mouse.move(2, 2)
     settle(page)
     assert lines(page)[0] == quiet
@@ -335,7 +337,8 @@ def test_sixty_tokens_are_small_and_quick(visit, tmp_path):
 
 def test_tokens_are_data(visit):
     "Whatever a token says is shown, and not done."
-    rude = ['</script><script>alert(1)</script>', '<img src=x onerror=alert(2)>', '"\'`${1}\\', '\u05e9\u05dc\u05d5\u05dd',
+    rude = ['</script><script>alert(1)</script>', '<img src=x onerror=alert(2)>', '"\'`${1}\\',
+            '\u05e9\u05dc\u05d5\u05dd',
             '👩‍👩‍👧', '', ' ', '\n', '<!--', '\u2028', '%s', '▁the', '\ud800', '</title><b>']
     maps = make_maps(len(rude), 3, 1, 2, src=rude)
     page = visit(explore(maps, title='</title><script>alert(3)</script> & "co"', kind='encoder'))

@@ -19,7 +19,8 @@ from annotated_transformer.plotting import *
 
 GROUNDS = ['#ffffff', '#121417']
 COLORS = ['BLUE', 'ORANGE', 'GREEN', 'PURPLE', 'RED', 'GREY', 'TEAL', 'PINK', 'GOLD']
-STEPS = [[(0, 'der', -0.1, 'active'), (0, 'die', -4.0, 'pruned')], [(0, 'kleine', -0.2, 'active'), (0, 'EOS', -3.0, 'finished')]]
+STEPS = [[(0, 'der', -0.1, 'active'), (0, 'die', -4.0, 'pruned')],
+         [(0, 'kleine', -0.2, 'active'), (0, 'EOS', -3.0, 'finished')]]
 DRAWINGS = {name: {} for name in diagrams.__all__} | {
     'beam': dict(steps=STEPS), 'layer-decoder-pre': dict(kind='decoder', norm='pre'), 'layers-pre': dict(norm='pre')}
 
@@ -82,7 +83,8 @@ def test_text_in_heatmap_cells_keeps_its_contrast():
 # --- plots
 
 def test_heatmap_writes_its_numbers_and_names():
-    ax = heatmap(figure(), torch.tensor([[0.25, 0.75], [1., 0.]], requires_grad=True), 'title', ['a', 'b'], ['c', '$d$'])
+    values = torch.tensor([[0.25, 0.75], [1., 0.]], requires_grad=True)
+    ax = heatmap(figure(), values, 'title', ['a', 'b'], ['c', '$d$'])
     assert written(ax) == ['0.25', '0.75', '1.00', '0.00']
     assert [t.get_text() for t in ax.get_yticklabels()] == ['a', 'b']
     assert [t.get_text() for t in ax.get_xticklabels()] == ['c', r'\$d\$']

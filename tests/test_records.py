@@ -36,7 +36,8 @@ def make_record(tmp_path, monkeypatch, *flags):
     "Make a record of the shipped model, as if it came from a run."
     run = shutil.copytree(SHIPPED, tmp_path / 'run')
     (run / 'log.jsonl').write_text('{"step": 20, "loss": 2.0}\n{"step": 20, "val_loss": 1.0}\n')
-    (run / 'clock.jsonl').write_text('{"step": 20, "minutes": 0.1, "tokens_per_second": 9}\n{"step": 20, "minutes": 0.2}\n')
+    (run / 'clock.jsonl').write_text('{"step": 20, "minutes": 0.1, "tokens_per_second": 9}\n'
+                                     '{"step": 20, "minutes": 0.2}\n')
     monkeypatch.setattr(record, 'RESULTS', tmp_path)
     arguments = ['record.py', str(run), 'toy', '--split', 'test', '--command', 'make toy', *flags]
     monkeypatch.setattr(sys, 'argv', arguments)

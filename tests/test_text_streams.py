@@ -33,13 +33,15 @@ def test_a_buffer_is_read_only_when_it_is_asked_for():
 
 
 @pytest.mark.parametrize('item, expected', [
-    ('a b\n', 'a b'), (b'stra\xc3\x9fe\r\n', 'straße'), ('\ufeffa', 'a'), (b'\xef\xbb\xbfa\n', 'a'), ('', ''), ('\0', '\0')])
+    ('a b\n', 'a b'), (b'stra\xc3\x9fe\r\n', 'straße'), ('\ufeffa', 'a'),
+    (b'\xef\xbb\xbfa\n', 'a'), ('', ''), ('\0', '\0')])
 def test_lines_become_text(item, expected):
     assert to_text(item) == expected
 
 
 @pytest.mark.parametrize('item, problem', [
-    (b'na\xefve', r'not UTF-8 \(invalid continuation byte at byte 2\)'), ('häuser'.encode('utf-16-le'), 'not UTF-8|NUL'),
+    (b'na\xefve', r'not UTF-8 \(invalid continuation byte at byte 2\)'),
+    ('häuser'.encode('utf-16-le'), 'not UTF-8|NUL'),
     (b'a\0b\0', 'NUL character'), (None, 'expected text, got NoneType'), (7, 'got int')])
 def test_other_things_do_not(item, problem):
     with pytest.raises(ValueError, match=problem):

@@ -1,4 +1,4 @@
-"Tokenizers beyond what their page shows: any string at all, other processes, damaged files, real text where it is at hand."
+"Tokenizers beyond what their page shows: any string, other processes, damaged files, real text."
 import gzip
 import json
 import os

@@ -101,7 +101,8 @@ def two_files(folder):
 
 def small_model(tied):
     torch.manual_seed(0)
-    return Transformer(TransformerConfig(len(WORDS), n_layers=1, d_model=16, d_ff=16, n_heads=2, dropout=0.0, tied=tied))
+    return Transformer(TransformerConfig(len(WORDS), n_layers=1, d_model=16, d_ff=16, n_heads=2, dropout=0.0,
+                                         tied=tied))
 
 
 def train(model, optimizer):
