@@ -2,10 +2,11 @@
 
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'LAYER_NAMES', 'VOCABULARY_NAMES', 'FORBIDDEN', 'MARIAN_DEFAULTS', 'ACTIVATION_NAMES', 'OWN_TOKENIZER',
-           'MarianConfig', 'sines_first', 'MarianPositions', 'MarianFeedForward', 'UnscaledEmbedding',
-           'MarianTransformer', 'layer_parameter_names', 'select_rows', 'find_tensor', 'check_left_over',
-           'marian_model', 'model_config', 'read_required', 'read_marian_config', 'read_pieces', 'special_rows',
-           'read_marian_tokenizer', 'read_marian_weights']
+           'FEATURE_AXIS', 'MARIAN_IDS', 'MarianConfig', 'sines_first', 'MarianPositions', 'MarianFeedForward',
+           'UnscaledEmbedding', 'MarianTransformer', 'layer_parameter_names', 'select_rows', 'find_tensor',
+           'check_left_over', 'marian_model', 'model_config', 'read_required', 'read_marian_config', 'read_pieces',
+           'special_rows', 'read_marian_tokenizer', 'read_marian_weights', 'reorder_features', 'marian_weights',
+           'marian_config', 'transformers_tokenizer']
 
 # %% ../nbs/52_marian.ipynb #mar004
 import json
@@ -22,11 +23,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from .files import read_json
+from .files import read_json, to_json
 from .layers import FeedForward
 from .positions import SinusoidalPositions
 from .transformer import Transformer, TransformerConfig
-from .vocabulary import SPECIALS, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from .vocabulary import (
+    BOS, EOS, PAD, SPECIALS, BytePairTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer)
 
 # %% ../nbs/52_marian.ipynb #mar006
 ACTIVATIONS = {'relu': F.relu, 'gelu': F.gelu, 'swish': F.silu}
@@ -336,3 +338,72 @@ def read_marian_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]: # the f
     if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):
         raise ValueError(f'{path} does not hold tensors by name')
     return path, {name: tensor.float() for name, tensor in weights.items()}
+
+# %% ../nbs/52_marian.ipynb #mar030
+FEATURE_AXIS = { # the axis of a tensor that runs over the d_model features which all layers share
+    'src_embed.weight': 1, 'tgt_embed.weight': 1, 'lm_head.weight': 1,
+    'q_proj.weight': 1, 'k_proj.weight': 1, 'v_proj.weight': 1, 'linear1.weight': 1,
+    'out_proj.weight': 0, 'out_proj.bias': 0, 'linear2.weight': 0, 'linear2.bias': 0,
+    'norm.weight': 0, 'norm.bias': 0,
+}
+
+def reorder_features(
+    name: str,                    # of one of our parameters
+    tensor: Tensor,
+    order: Int[Tensor, "d_model"], # the feature that each place gets
+) -> Tensor:
+    "Return a parameter with its features in another order."
+    axis = FEATURE_AXIS.get('.'.join(name.split('.')[-2:]))
+    return tensor if axis is None else tensor.index_select(axis, order)
+
+def marian_weights(model: Transformer) -> dict[str, Tensor]: # by the names of transformers
+    "Return the weights of a model of kind transformer or marian for transformers."
+    c = model.config
+    names = layer_parameter_names(c.n_layers) | {ours: theirs[0] for ours, theirs in VOCABULARY_NAMES.items()}
+    if c.tied:
+        names['src_embed.weight'] = 'model.shared.weight' # the only one of the three that is stored
+    order = torch.arange(c.d_model) if isinstance(c, MarianConfig) else sines_first(c.d_model)
+    weights = {'final_logits_bias': torch.zeros(1, c.vocab_size)}
+    for name, parameter in model.named_parameters():
+        tensor = reorder_features(name, parameter.detach().cpu(), order).contiguous()
+        weights[names[name]] = tensor[None] if name == 'lm_head.bias' else tensor
+    return weights
+
+# %% ../nbs/52_marian.ipynb #mar032
+MARIAN_IDS = {'pad_token_id': PAD, 'bos_token_id': BOS, 'decoder_start_token_id': BOS, 'eos_token_id': EOS,
+              'forced_eos_token_id': EOS}
+
+def marian_config(c: TransformerConfig) -> dict:
+    "Return the config.json of transformers."
+    config = {'model_type': 'marian', 'architectures': ['MarianMTModel'], 'is_encoder_decoder': True,
+              'static_position_embeddings': True, 'normalize_before': False, 'normalize_embedding': False,
+              'vocab_size': c.vocab_size, 'decoder_vocab_size': c.vocab_size, 'd_model': c.d_model,
+              'max_position_embeddings': c.max_len, 'dropout': c.dropout,
+              'activation_function': getattr(c, 'activation', 'relu'),
+              'scale_embedding': getattr(c, 'scale_embedding', True),
+              'share_encoder_decoder_embeddings': c.tied, 'tie_word_embeddings': c.tied}
+    for stack in ('encoder', 'decoder'):
+        config |= {f'{stack}_layers': c.n_layers, f'{stack}_attention_heads': c.n_heads, f'{stack}_ffn_dim': c.d_ff}
+    return config | MARIAN_IDS
+
+def transformers_tokenizer(tokenizer: Tokenizer, max_len: int) -> dict[str, str | bytes]: # content of files by name
+    "Return the files of transformers' tokenizer; none for word tokenizers, which transformers does not have."
+    about = dict(zip(('pad_token', 'bos_token', 'eos_token', 'unk_token'), SPECIALS))
+    about |= {'model_max_length': max_len, 'clean_up_tokenization_spaces': False, 'split_special_tokens': True,
+              'source_lang': tokenizer.langs[0], 'target_lang': tokenizer.langs[1]}
+    if isinstance(tokenizer, BytePairTokenizer):
+        state = tokenizer.state()['tokenizer']
+        eos = {'SpecialToken': {'id': SPECIALS[EOS], 'type_id': 0}}
+        first = {'Sequence': {'id': 'A', 'type_id': 0}}
+        second = {'Sequence': {'id': 'B', 'type_id': 0}}
+        state['post_processor'] = {
+            'type': 'TemplateProcessing', 'single': [first, eos], 'pair': [first, second, eos],
+            'special_tokens': {SPECIALS[EOS]: {'id': SPECIALS[EOS], 'ids': [EOS], 'tokens': [SPECIALS[EOS]]}}}
+        return {'tokenizer.json': json.dumps(state, ensure_ascii=False),
+                'tokenizer_config.json': to_json(about | {'tokenizer_class': 'PreTrainedTokenizerFast'})}
+    if isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.vocabularies[0] == tokenizer.vocabularies[1]:
+        ids = {piece: i for i, piece in enumerate(tokenizer.itos)}
+        return {'source.spm': tokenizer.files[0], 'target.spm': tokenizer.files[1],
+                'vocab.json': json.dumps(ids, ensure_ascii=False),
+                'tokenizer_config.json': to_json(about | {'tokenizer_class': 'MarianTokenizer'})}
+    return {}
