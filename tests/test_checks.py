@@ -1,0 +1,262 @@
+"Checks of a whole Transformer: correct models of many designs pass, each planted bug is found by the check meant for it."
+import copy
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from annotated_transformer.checks import CHECKS, check_transformer
+from annotated_transformer.probes import Adapter, Checks, CountSines, NotApplicable, leaves, position_modules
+from annotated_transformer.recurrent import Recurrent, RecurrentConfig
+from annotated_transformer.relative_positions import RelativeConfig, RelativeTransformer
+from annotated_transformer.transformer import Transformer, TransformerConfig
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / 'benchmarks'
+sys.path.insert(0, str(BENCHMARKS))
+import bugs
+
+CONFIG = TransformerConfig(vocab_size=19, n_layers=1, d_model=32, d_ff=48, n_heads=4, max_len=16)
+OURS = {
+    'post-norm': CONFIG,
+    'pre-norm, three layers': replace(CONFIG, norm='pre', n_layers=3),
+    'learned positions': replace(CONFIG, positions='learned', n_layers=2),
+    'untied, other head sizes': replace(CONFIG, tied=False, d_k=6, d_v=5),
+    'large vocabulary': replace(CONFIG, vocab_size=3000),
+}
+CHEAP = [name for name in CHECKS if name not in ('overfit', 'mixed precision')]
+
+
+def build(config=CONFIG):
+    torch.manual_seed(0)
+    return Transformer(config)
+
+
+# --- correct models
+
+@pytest.mark.parametrize('name', OURS)
+def test_our_models_pass_every_check(name):
+    config = OURS[name]
+    only = () if config == CONFIG or config.norm == 'pre' else CHEAP
+    report = check_transformer(build(config), tied=config.tied, make=lambda: Transformer(config), only=only)
+    report.raise_if_failed(strict=True)
+
+
+@pytest.mark.parametrize('positions, failed', [('rotary', []), ('alibi', ['source order'])])
+def test_relative_positions(positions, failed):
+    "ALiBi with one slope for both directions cannot tell a source from its reversal."
+    torch.manual_seed(0)
+    model = RelativeTransformer(RelativeConfig(19, n_layers=1, d_model=32, d_ff=48, n_heads=4, max_len=16,
+                                               positions=positions))
+    report = check_transformer(model, positions='relative', tied=True, only=CHEAP)
+    assert report.failed == failed and report.not_applicable == ['without positions']
+
+
+@pytest.mark.parametrize('model_class', bugs.HELD_OUT, ids=lambda model_class: model_class.__name__)
+def test_models_of_other_design_pass(model_class):
+    assert not bugs.check_held_out(model_class).failed
+
+
+def test_recurrent_model_passes():
+    torch.manual_seed(0)
+    model = Recurrent(RecurrentConfig(19, n_layers=1, d_model=32, max_len=16))
+    report = check_transformer(model, tied=True, skip=['without positions', 'overfit', 'mixed precision'])
+    assert not report.failed, report
+
+
+def test_marian_passes_and_its_missing_attention_mask_is_found():
+    transformers = pytest.importorskip('transformers', reason='an extra')
+    config = transformers.MarianConfig(
+        vocab_size=23, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=16,
+        pad_token_id=22, decoder_start_token_id=22, eos_token_id=0)
+    torch.manual_seed(0)
+    model = transformers.MarianMTModel(config)
+
+    def call(model, src, tgt, **masks):
+        return model(input_ids=src, decoder_input_ids=tgt, use_cache=False, **masks).logits
+
+    def correct(model, src, tgt): return call(model, src, tgt, attention_mask=src.ne(22).long())
+    report = check_transformer(model, correct, pad=22, tied=True, only=CHEAP)
+    assert not report.failed and report.not_applicable == ['device'], report
+    assert check_transformer(model, call, pad=22, only=['source padding']).failed == ['source padding']
+
+
+def test_log_probabilities_pass_as_logits():
+    check_transformer(build(), lambda m, src, tgt: m(src, tgt).log_softmax(-1)).raise_if_failed()
+
+
+def test_model_that_computes_in_32_bits_only_passes():
+    def call(m, src, tgt): return m(src, tgt) @ torch.eye(19, device=src.device)
+    check_transformer(build(), call).raise_if_failed()
+
+
+def test_softmax_in_32_bits_is_not_a_bug(monkeypatch):
+    softmax = torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, 'softmax', lambda x, dim: softmax(x.float(), dim).to(x.dtype))
+    check_transformer(build(), only=['without positions', 'source padding', 'future']).raise_if_failed()
+
+
+def test_skipped_checks_and_missing_properties():
+    model = build(replace(CONFIG, dropout=0.0, positions='none'))
+    report = check_transformer(model, positions='none', pad=None, skip=['dropout', 'initial loss'])
+    assert not report.failed
+    assert set(report.not_applicable) == {'source padding', 'target padding', 'source order', 'target order', 'tied'}
+    with pytest.raises(AssertionError, match='source padding'):
+        report.raise_if_failed(strict=True)
+    assert check_transformer(model, only=['dropout', 'source order'], positions='absolute').failed == [
+        'source order', 'dropout']
+
+
+# --- planted bugs
+
+@pytest.mark.parametrize('name', [name for name, bug in bugs.BUGS.items() if bug.found_by])
+def test_planted_bug_is_found(name):
+    found_by = bugs.BUGS[name].found_by
+    report = bugs.check(name, only=[found_by], steps=60)
+    by_its_type = 'TypeCheckError' in report['runs'].observed # these tests check shapes as well
+    assert found_by in report.failed or by_its_type
+
+
+def test_bugs_out_of_reach_are_not_reported():
+    "If one of these is found one day, the page's table must change."
+    for name, bug in bugs.BUGS.items():
+        if not bug.found_by:
+            assert not bugs.check(name, only=CHEAP).failed, name
+
+
+def test_record_is_of_the_present_bugs_and_checks():
+    record = json.loads((BENCHMARKS / 'results' / 'bugs.json').read_text('utf-8'))
+    assert list(record['bugs']) == ['correct', *bugs.BUGS] and record['checks'] == list(CHECKS)
+    assert not record['bugs']['correct']['failed'] and not record['bugs']['correct']['not_applicable']
+    for name, bug in bugs.BUGS.items():
+        assert bug.found_by in record['bugs'][name]['failed'] if bug.found_by else not record['bugs'][name]['failed']
+    for name in 'batch norm', 'tied by copying', 'padding mask of the first row':
+        failed = [check for check in record['bugs'][name]['failed'] if check in CHEAP]
+        assert bugs.check(name, only=CHEAP).failed == failed
+    assert len(record['held_out']) == sum(map(len, bugs.HELD_OUT.values())) + len(bugs.HELD_OUT)
+
+
+def test_training_of_the_benchmark():
+    assert bugs.train_and_test('used before assigned', 0, 20) == {'seed': 0, 'losses': [], 'correct': None}
+    run = bugs.train_and_test('diagonal off by one', 0, 40)
+    assert len(run['losses']) == 2 and run['correct'] == 0
+
+
+# --- the function and its report
+
+def test_model_and_random_numbers_are_left_as_they_were():
+    model = build().train()
+    model.decoder.eval()
+    before = copy.deepcopy(model.state_dict())
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    check_transformer(model, steps=3, tied=True)
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(q.grad is None for q in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_model_that_raises_fails_the_first_check_and_no_other_applies():
+    report = check_transformer(nn.Linear(2, 2), lambda m, src, tgt: m(src))
+    assert report.failed == ['runs'] and len(report.not_applicable) == len(CHECKS) - 1
+    assert not report
+    with pytest.raises(AssertionError, match='1 of .* checks did not pass'):
+        report.raise_if_failed()
+
+
+def test_wrong_arguments_are_named():
+    for options, message in [({'positions': 'learned'}, "'absolute', 'relative' or 'none'"),
+                             ({'only': ['futur']}, "unknown checks .'futur'"), ({'skip': ['drop']}, "unknown checks"),
+                             ({'lengths': (2, 5)}, 'at least 3 tokens')]:
+        with pytest.raises(ValueError, match=message):
+            check_transformer(build(), **options)
+
+
+def test_a_tuple_of_outputs_is_explained():
+    report = check_transformer(build(), lambda m, src, tgt: (m(src, tgt), None))
+    assert 'pass call=' in report['runs'].observed
+
+
+def test_report_shows_what_was_observed_and_where_to_look():
+    report = bugs.check('diagonal off by one', only=['future', 'tied'])
+    text = repr(report)
+    assert 'FAILED  future' in text and 'off by one' in text and 'passed  tied' in text
+    assert f'observed:  {report["future"].observed}' in text
+
+
+def test_positions_that_cannot_be_switched_off_need_the_model_without_them():
+    class TokenAndPositionEmbedding(nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids) + torch.arange(ids.size(1), device=ids.device)[:, None] / 10
+
+    def embedding(kind):
+        model = bugs.TorchModel()
+        torch.manual_seed(0)
+        model.positions = nn.ModuleDict({'x': nn.Identity()})['x']
+        model.src_embed = kind(17, 24)
+        return model
+    model = embedding(TokenAndPositionEmbedding)
+    model.core_positions = None
+    del model.positions
+    model.__dict__['positions'] = lambda x, batch_axis: x
+    report = check_transformer(model, only=['without positions'])
+    assert report.not_applicable == ['without positions']
+    assert 'also embeds the tokens' in report['without positions'].observed
+    plain = bugs.TorchModel()
+    torch.manual_seed(0)
+    check_transformer(model, only=['without positions'], without_positions=WithoutPositions(plain)).raise_if_failed()
+
+
+class WithoutPositions(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model.double().eval()
+        self.model.positions.forward = lambda x, batch_axis: x
+
+    def forward(self, src, tgt):
+        return self.model(src, tgt)
+
+
+# --- tools for checks
+
+def test_position_modules_are_found_by_name():
+    modules = nn.ModuleDict(dict(pos_embed=nn.Embedding(3, 2), pe=nn.Identity(), positionwise_ffn=nn.Linear(2, 2),
+                                 pos_ffn=nn.Linear(2, 2), span=nn.Identity(), compose=nn.Identity()))
+    assert list(position_modules(modules)) == ['pos_embed', 'pe']
+    assert list(position_modules(build())) == ['src_positions', 'tgt_positions']
+
+
+def test_leaves_and_sines():
+    w = torch.randn(3, requires_grad=True)
+    assert [leaf is w for leaf in leaves((w * torch.randn(3) + w).sum())] == [True]
+    with CountSines() as sines:
+        math.sin(1.0)
+        torch.ones(3).cos()
+    assert sines.count == 2
+
+
+def test_a_check_of_your_own():
+    checks = Checks()
+
+    @checks.add('half', 'the half is above 1', 'the number')
+    def half(number):
+        if number < 0:
+            raise NotApplicable('pass a positive number')
+        return number / 2 > 1, f'{number / 2}'
+
+    @checks.add('inverse', 'it has an inverse', 'zero')
+    def inverse(number):
+        return 1 / number > 0, 'computed'
+
+    assert checks.run('4', 4).raise_if_failed().names(True) == ['half', 'inverse']
+    assert checks.run('0', 0).failed == ['half', 'inverse']
+    assert 'ZeroDivisionError' in checks.run('0', 0)['inverse'].observed
+    assert checks.run('-1', -1).not_applicable == ['half']
+    assert isinstance(Adapter(nn.Identity(), lambda m, src, tgt: m(src))(torch.ones(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.long)), torch.Tensor)

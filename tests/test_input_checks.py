@@ -1,0 +1,84 @@
+"Checks of the model's input: positions, embeddings, batches, vocabulary."
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from annotated_transformer.batches import collate
+from annotated_transformer.input_checks import check_batch, check_embedding, check_positions, check_vocabulary
+from annotated_transformer.layers import FeedForward
+from annotated_transformer.positions import LearnedPositions, SinusoidalPositions, sinusoids
+from annotated_transformer.vocabulary import EOS, PAD
+
+TABLE = sinusoids(64, 16)
+
+
+def test_correct_positions_pass():
+    check_positions(SinusoidalPositions(16, 64), 16, sinusoidal=True).raise_if_failed(strict=True)
+    check_positions(LearnedPositions(16, 64), 16).raise_if_failed()
+
+    def other_order(x): return 4 * x + torch.cat([TABLE[:, 0::2], TABLE[:, 1::2]], dim=1)[:x.size(1)]
+    check_positions(other_order, 16, sinusoidal=True).raise_if_failed(strict=True)
+
+
+@pytest.mark.parametrize('positions, failed', [
+    (lambda x: x, ['distinct']),
+    (lambda x: x + sinusoids(x.size(1), 16), ['stored']),
+    (lambda x: x + torch.tensor([math.sin(i) for i in range(x.size(1))])[:, None], ['stored']),
+    (lambda x: x + TABLE[:x.size(0), None], ['same rows', 'distinct']),
+    (lambda x: x + TABLE[:x.size(1)] / x.size(1), ['any length']),
+    (lambda x: x + torch.linspace(0, 1, x.size(1))[:, None], ['any length']),
+    (lambda x: x.relu() + TABLE[:x.size(1)], ['added']),
+    (LearnedPositions(16, 20), ['runs']),
+    (FeedForward(16, 20), ['added', 'distinct'])])
+def test_wrong_positions_fail(positions, failed):
+    assert check_positions(positions, 16).failed == failed
+
+
+@pytest.mark.parametrize('table', [2 * TABLE, sinusoids(64, 18)[:, :16], TABLE.cos()])
+def test_sinusoids_that_differ_from_the_formula_fail(table):
+    assert check_positions(lambda x: x + table[:x.size(1)], 16, sinusoidal=True).failed == ['formula']
+
+
+def test_slow_positions_may_be_allowed():
+    report = check_positions(lambda x: x + sinusoids(x.size(1), 16), 16, stored=False)
+    assert not report.failed and report.not_applicable == ['formula', 'stored']
+
+
+@pytest.mark.parametrize('embed, failed', [
+    (lambda x, position: 4 * x + position, []),
+    (lambda x, position: x + position, ['scale']),
+    (lambda x, position: 4 * (x + position), ['positions']),
+    (lambda x, position: 4 * x + 2 * position, ['positions']),
+    (lambda x, position: 4 * x, ['positions']),
+    (lambda x, position: F.dropout(4 * x + position, 0.5), ['rows']),
+    (lambda x, position: x / 4 + position, ['scale'])])
+def test_embeddings(embed, failed):
+    embedding = nn.Embedding(30, 16)
+    report = check_embedding(lambda ids: embed(embedding(ids), TABLE[:ids.size(1)]), embedding.weight)
+    assert set(failed) <= set(report.failed) and bool(failed) == bool(report.failed), report
+
+
+def test_embedding_of_our_model_and_without_positions():
+    embedding = nn.Embedding(30, 16)
+    check_embedding(embedding, embedding.weight, scale=1.0, sinusoidal=False).raise_if_failed()
+    other = torch.randn(30, 16)
+    assert 'rows' in check_embedding(embedding, other, scale=1.0, sinusoidal=False).failed
+
+
+def test_batches():
+    batch = collate([([5, 6], [7, 8, 9]), ([5], [4])])
+    check_batch(batch.src, batch.tgt_in, batch.tgt_out).raise_if_failed()
+    input_without_eos = batch.tgt_in.masked_fill(batch.tgt_in == EOS, PAD)
+    check_batch(batch.src, input_without_eos, batch.tgt_out).raise_if_failed()
+    assert check_batch(batch.src, batch.tgt_out, batch.tgt_out).failed == ['shifted', 'begin']
+    assert check_batch(F.pad(batch.src, (0, 3)), batch.tgt_in, batch.tgt_out).failed == ['width']
+    without_eos = batch.tgt_out.masked_fill(batch.tgt_out == EOS, PAD)
+    assert 'end' in check_batch(batch.src, batch.tgt_in, without_eos).failed
+
+
+def test_vocabulary_from_training_sentences_alone():
+    assert check_vocabulary(['a', 'b'], [['a'], ['b', 'c']])
+    assert check_vocabulary(['a', 'd', 'a'], [['a'], ['b', 'c']]).failed == ['training', 'once']
