@@ -26,14 +26,18 @@ def paper_peak_lr(
 def learning_rate(
     step: int,         # optimizer step, counted from 1
     peak_lr: float,    # learning rate at step `warmup_steps`; the paper's is `paper_peak_lr`
-    warmup_steps: int, # steps of linear warm-up; 1: none
+    warmup_steps: int, # steps of linear warm-up, at least 1; more steps also make the decay slower
 ) -> float:
-    "Return the learning rate of a step: linear warm-up, inverse square root decay (equation 3)."
-    return peak_lr * min(step / warmup_steps, (warmup_steps / step) ** 0.5)
+    "Return the learning rate of a step (equation 3). ValueError if `warmup_steps` is below 1."
+    if warmup_steps < 1:
+        raise ValueError(f'warmup_steps={warmup_steps} must be at least 1')
+    warmup = step / warmup_steps
+    decay = (warmup_steps / step) ** 0.5
+    return peak_lr * min(warmup, decay)
 
 # %% ../nbs/07_training.ipynb #tra010
 def make_optimizer(model: nn.Module) -> torch.optim.Adam:
-    "Return Adam with the paper's hyperparameters (section 5.3). Each step sets its learning rate."
+    "Return Adam with the paper's hyperparameters (section 5.3). `train_step` sets the rate."
     return torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9)
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -47,11 +51,11 @@ def label_smoothing_loss(
     targets: Int[Tensor, "*batch"],  # ids of the correct tokens
     label_smoothing: float = 0.1,    # probability that is spread evenly over the vocabulary
     ignore_index: int | None = None, # id of a target that does not count: padding
-) -> Float[Tensor, ""]: # nats per target that counts
+) -> Float[Tensor, ""]: # nats per target, ignored ones excluded
     "Return the mean cross-entropy against smoothed labels (section 5.4)."
     log_probs = logits.log_softmax(-1)
     correct = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    average = log_probs.mean(-1) # over the vocabulary
+    average = log_probs.mean(-1) # over the vocabulary: (1/V) Σ log p, the second term
     loss = -(1 - label_smoothing) * correct - label_smoothing * average
     if ignore_index is None:
         return loss.mean()
@@ -120,15 +124,18 @@ def train(
     optimizer = make_optimizer(model)
     log = []
     for epoch in range(n_epochs):
+        losses = []
         for batch in loader.epoch(epoch):
-            step = len(log) + 1
+            step = len(log) + 1 # one entry of the log per step
             lr = learning_rate(step, peak_lr, warmup_steps)
             loss = train_step(model, batch.to(device), optimizer, lr, label_smoothing)
+            losses.append(loss)
             log.append({'step': step, 'lr': lr, 'loss': loss})
         if val_batches:
             log[-1]['val_loss'] = validate(model, [batch.to(device) for batch in val_batches])
         if progress:
-            print(f'epoch {epoch + 1}:', {name: round(value, 4) for name, value in log[-1].items()})
+            last = {name: round(value, 4) for name, value in log[-1].items()}
+            print(f'epoch {epoch + 1}: mean loss {sum(losses) / len(losses):.4f}, last step', last)
     model.eval()
     return log
 

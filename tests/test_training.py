@@ -39,6 +39,12 @@ def test_one_step_of_warmup_means_none():
     assert learning_rate(1, 3.0, 1) == 3.0
 
 
+@pytest.mark.parametrize('warmup_steps', [0, -4])
+def test_warmup_takes_at_least_one_step(warmup_steps):
+    with pytest.raises(ValueError, match=f'warmup_steps={warmup_steps} must be at least 1'):
+        learning_rate(1, 3.0, warmup_steps)
+
+
 def test_optimizer_has_the_papers_hyperparameters():
     optimizer = make_optimizer(nn.Linear(2, 2))
     assert isinstance(optimizer, torch.optim.Adam)
@@ -165,6 +171,8 @@ def test_train_logs_every_step_and_validates_after_each_epoch(capsys):
     assert not model.training
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 2 and f"'step': {n}," in printed[0] and "'val_loss'" in printed[1]
+    mean_loss = sum(entry['loss'] for entry in log[n:]) / n
+    assert printed[1].startswith(f'epoch 2: mean loss {mean_loss:.4f}, last step')
 
 
 def test_train_is_train_step_on_each_batch_of_each_epoch(capsys):
