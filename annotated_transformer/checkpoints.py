@@ -352,8 +352,8 @@ def average_checkpoints(
 ) -> Path:
     """Write a model folder whose weights are the mean of several (section 6.1).
 
-    Raises ValueError if there are none or they differ in more than weights, FileExistsError
-    if `out` exists.
+    Raises ValueError if there are none, they differ in more than weights, or their run is in
+    progress; FileExistsError if `out` exists.
     """
     folders = [Path(folder) for folder in folders]
     out = Path(out)
@@ -368,8 +368,13 @@ def average_checkpoints(
             if _content(folder / name) != _content(folders[0] / name):
                 raise ValueError(f'{folder} cannot be averaged with {folders[0]}: '
                                  f'their {name} differ')
-    model = load_model(folders[-1])
-    weights = [read_weights(folder / 'model.safetensors', model) for folder in folders]
+    from annotated_transformer.run_folder import lock_folder
+    runs = {folder.parent.parent for folder in folders if folder.parent.name == 'checkpoints'}
+    with contextlib.ExitStack() as locks: # a run in progress removes old checkpoints
+        for run in sorted(runs):
+            locks.enter_context(lock_folder(run))
+        model = load_model(folders[-1])
+        weights = [read_weights(folder / 'model.safetensors', model) for folder in folders]
     copy_weights(model, average_weights(weights))
     with atomic_folder(out) as partial:
         save_model(model, partial)

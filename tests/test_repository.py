@@ -21,7 +21,7 @@ FLOORS = {
        'distributed hub text_streams part_checks input_checks training_checks',
     1: 'layers batches complexity experiments bpe_dropout word_vectors drawing toy_languages downloads',
     2: 'transformer corpora diagrams loader',
-    3: 'training decoding attention_maps relative_positions recurrent large_corpora marian',
+    3: 'training decoding attention_maps relative_positions recurrent large_corpora marian run_folder',
     4: 'kernels checkpoints inference causal_tests',
     4.5: 'run_log explorer',
     5: 'trainer interop heads',

@@ -1,0 +1,176 @@
+"A run's folder: one process at a time, and no other settings or data than it began with."
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from annotated_transformer.corpora import CorpusConfig
+from annotated_transformer.recipe import RunConfig
+from annotated_transformer.run_folder import (
+    LOCK, claim_folder, data_files, differences, is_finished, lock_folder, settings_dict, stored_settings)
+from annotated_transformer.trainer import TrainConfig
+from annotated_transformer.transformer import TransformerConfig
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / 'pairs.tsv'
+    path.write_text('a dog\tein Hund\n' * 50)
+    return path
+
+
+def make_run(table, **changes):
+    model = TransformerConfig(vocab_size=60, n_layers=1, d_model=16, d_ff=24, n_heads=2)
+    return RunConfig(CorpusConfig('tsv', tsv=table), model, TrainConfig(**changes))
+
+
+def test_limits_may_change_and_nothing_else(table, tmp_path):
+    out = tmp_path / 'run'
+    claim_folder(out, make_run(table))
+    claim_folder(out, make_run(table, max_steps=7, max_epochs=2, max_minutes=1.5))
+    assert stored_settings(out / 'run.json')['training']['max_steps'] == 7
+    with pytest.raises(ValueError, match=r'training.seed was 1 and is now 2'):
+        claim_folder(out, make_run(table, seed=2))
+    with pytest.raises(ValueError, match=r'corpus.held_out was 1000 and is now 9'):
+        claim_folder(out, replace(make_run(table), corpus=CorpusConfig('tsv', tsv=table, held_out=9)))
+    claim_folder(out, make_run(table, seed=2), overwrite=True)
+    assert stored_settings(out / 'run.json')['training']['seed'] == 2
+
+
+def test_hashes_are_recorded(table, tmp_path):
+    claim_folder(tmp_path / 'run', make_run(table))
+    stored = json.loads((tmp_path / 'run' / 'run.json').read_text())
+    assert stored['data']['tsv'].keys() == {'path', 'size', 'sha256'}
+    assert stored['data']['tsv']['size'] == table.stat().st_size
+    assert stored_settings(tmp_path / 'run' / 'run.json') == settings_dict(make_run(table))
+
+
+def test_data_may_move(table, tmp_path):
+    out = tmp_path / 'run'
+    claim_folder(out, make_run(table))
+    moved = table.rename(tmp_path / 'elsewhere.tsv')
+    claim_folder(out, make_run(moved))
+    assert stored_settings(out / 'run.json')['corpus']['tsv'] == str(moved)
+
+
+@pytest.mark.parametrize('old, new', [('', 'a cat\teine Katze\n'), ('dog', 'cat')])
+def test_changed_data_is_refused_by_name(table, tmp_path, old, new):
+    "Appended data, and data of the same size."
+    out = tmp_path / 'run'
+    claim_folder(out, make_run(table))
+    text = table.read_text()
+    table.write_text(text.replace(old, new) if old else text + new)
+    with pytest.raises(ValueError, match=r'pairs.tsv has changed \(.*--start-from'):
+        claim_folder(out, make_run(table))
+    claim_folder(out, make_run(table), overwrite=True)
+
+
+def test_one_file_more_is_another_setting(table, tmp_path):
+    out = tmp_path / 'run'
+    claim_folder(out, make_run(table))
+    with pytest.raises(ValueError, match='corpus.files was'):
+        claim_folder(out, replace(make_run(table), corpus=CorpusConfig('tsv', tsv=table, val_tsv=table)))
+
+
+def test_of_a_folder_only_the_files_of_the_languages_count(tmp_path):
+    for name in ('train.en', 'train.de.gz', 'train.fr', 'README.md'):
+        (tmp_path / name).write_bytes(gzip.compress(b'x'))
+    found = data_files(CorpusConfig('multi30k', pair='en-de', data_dir=tmp_path))
+    assert found == {f'data_dir/{name}': tmp_path / name for name in ('train.de.gz', 'train.en')}
+
+
+def test_a_run_without_a_record_of_its_data_resumes(table, tmp_path):
+    "`run.json` of a version before the record."
+    out = tmp_path / 'run'
+    claim_folder(out, make_run(table))
+    (out / 'run.json').write_text(json.dumps(settings_dict(make_run(table))))
+    claim_folder(out, make_run(table))
+
+
+def test_a_finished_run_is_known_by_its_limits(table, tmp_path):
+    assert not is_finished(tmp_path, make_run(table))
+    (tmp_path / 'training.json').write_text(json.dumps({'run': settings_dict(make_run(table))}))
+    assert is_finished(tmp_path, make_run(table))
+    assert is_finished(tmp_path, make_run(table.rename(tmp_path / 'moved.tsv')))
+    assert not is_finished(tmp_path, make_run(tmp_path / 'moved.tsv', max_steps=9))
+
+
+@pytest.mark.parametrize('text', ['{', '[]', '{"training": {}}'])
+def test_a_damaged_run_is_named(table, tmp_path, text):
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'run' / 'run.json').write_text(text)
+    with pytest.raises(ValueError, match='run.json is damaged'):
+        claim_folder(tmp_path / 'run', make_run(table))
+
+
+def test_other_folders_are_left_alone(table, tmp_path):
+    (tmp_path / 'thesis').mkdir()
+    (tmp_path / 'thesis' / 'chapter.tex').write_text('1')
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match='exists but holds no run'):
+            claim_folder(tmp_path / 'thesis', make_run(table), overwrite)
+
+
+def test_overwriting_removes_the_run_and_nothing_else(table, tmp_path):
+    out = tmp_path / 'run'
+    claim_folder(out, make_run(table))
+    (out / 'checkpoints').mkdir()
+    for name in ('samples.jsonl', 'notes.txt'):
+        (out / name).write_text('')
+    claim_folder(out, make_run(table), overwrite=True)
+    assert {path.name for path in out.iterdir()} == {'run.json', 'notes.txt'}
+
+
+def test_differences_are_nested():
+    assert differences({'a': {'b': 1}, 'c': 2}, {'a': {'b': 2}, 'd': 3}) == [
+        'a.b was 1 and is now 2', "c was 2 and is now 'absent'", "d was 'absent' and is now 3"]
+
+
+# --- the lock
+
+def test_two_at_a_time_are_refused(tmp_path):
+    with lock_folder(tmp_path):
+        with pytest.raises(ValueError, match=f'in use by process {os.getpid()} on '):
+            with lock_folder(tmp_path):
+                pass
+    with lock_folder(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_which_nothing_was_written_is_removed(tmp_path):
+    with pytest.raises(RuntimeError), lock_folder(tmp_path / 'a'):
+        raise RuntimeError
+    with lock_folder(tmp_path / 'b'):
+        (tmp_path / 'b' / 'run.json').write_text('{}')
+    assert {path.name for path in tmp_path.iterdir()} == {'b'}
+
+
+HOLD = '''
+import sys, time
+from annotated_transformer.run_folder import lock_folder
+with lock_folder(sys.argv[1]):
+    print('locked', flush=True)
+    time.sleep(60)
+'''
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path):
+    holder = subprocess.Popen([sys.executable, '-c', HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == 'locked\n'
+        with pytest.raises(ValueError, match=f'in use by process {holder.pid} on '), lock_folder(tmp_path):
+            pass
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        assert (tmp_path / LOCK).exists()
+        with lock_folder(tmp_path):
+            pass
+    finally:
+        holder.kill()
+        holder.stdout.close()
