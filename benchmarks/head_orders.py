@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Remove heads of the shipped toy model in several orders, and train gates with several seeds:
+results/head-orders.json, which the page on pruning heads plots.
+
+    python benchmarks/head_orders.py        # about ten minutes of one core
+
+`orders`: for each order and number of removed heads, which test sentences are still translated exactly right
+(a string of 0 and 1). Importance is measured on training sentences; the random orders differ by their seed.
+`gates`: for each seed and price, the share of exact translations with learned gates, and with as many heads chosen
+by gradient and trained for as many steps on the same batches.
+"""
+import argparse
+import random
+import time
+from pathlib import Path
+
+import torch
+
+from annotated_transformer.batches import BatchLoader, encode_pairs
+from annotated_transformer.causal_tests import head_outputs
+from annotated_transformer.files import atomic_write, to_json
+from annotated_transformer.heads import (
+    gradient_importance, heads_of, leave_one_out, normalized, prune_heads, tune_gates)
+from annotated_transformer.toy_languages import toy_ende
+from annotated_transformer.training import validate
+from annotated_transformer.translator import Translator
+from record import RESULTS, about
+
+def exact(translator: Translator, model, pairs) -> str:
+    "Return a 1 for each sentence whose greedy translation equals the reference, and a 0 for each other."
+    translations = Translator(model, translator.tokenizer).translate([pair.src for pair in pairs], beam_size=1)
+    return ''.join(str(int(found == pair.tgt)) for found, pair in zip(translations, pairs))
+
+def share(bits: str) -> float:
+    return round(bits.count('1') / len(bits), 4)
+
+def batches(translator: Translator, n: int, max_tokens: int, **options) -> list:
+    pairs = [(pair.src, pair.tgt) for pair in toy_ende('train', n=n)]
+    ids = encode_pairs(pairs, translator.tokenizer, translator.tokenizer.langs)
+    return list(BatchLoader(ids, max_tokens, **options).epoch(0))
+
+def measure_orders(translator, args) -> dict:
+    "Return {order: {heads removed: bits}}."
+    model = translator.model
+    heads = heads_of(model)
+    some = batches(translator, args.pairs, 2048, shuffle=False)
+    outputs = head_outputs(model, some)
+    gradient = gradient_importance(model, some)
+    def by(importance):
+        return sorted(heads, key=importance.get)
+    orders = {'gradient': by(gradient), 'gradient, normalized': by(normalized(gradient)),
+              'gradient, largest first': by(gradient)[::-1]}
+    for method in ('zero', 'resample'):
+        orders[f'{method} ablation'] = by(leave_one_out(model, lambda m: validate(m, some), method, outputs))
+    for seed in range(args.random):
+        order = list(heads)
+        random.Random(seed).shuffle(order)
+        orders[f'random {seed}'] = order
+    pairs = toy_ende('test', n=args.sentences)
+    found = {}
+    for name, order in orders.items():
+        found[name] = {n: exact(translator, prune_heads(model, order[:n]), pairs) for n in args.removed}
+        print(name, {n: share(bits) for n, bits in found[name].items()}, flush=True)
+    return found
+
+def measure_gates(translator, args) -> list[dict]:
+    "Return a row for each seed and price."
+    model = translator.model
+    heads = heads_of(model)
+    importance = gradient_importance(model, batches(translator, args.pairs, 2048, shuffle=False))
+    order = sorted(heads, key=importance.get)
+    pairs = toy_ende('test', n=args.sentences)
+    rows = []
+    for seed in range(1, args.seeds + 1):
+        steps = batches(translator, 20_000, args.max_tokens, seed=seed)[:args.steps]
+        for price in args.prices:
+            learned = tune_gates(model, steps, heads, price, seed=seed)
+            kept = len(heads_of(learned))
+            chosen = prune_heads(model, order[:len(heads) - kept])
+            trained = tune_gates(chosen, steps, [], 0.0, seed=seed)
+            row = {'seed': seed, 'price': price, 'kept': kept, 'learned': share(exact(translator, learned, pairs)),
+                   'by_gradient': share(exact(translator, chosen, pairs)),
+                   'by_gradient_trained': share(exact(translator, trained, pairs))}
+            print(row, flush=True)
+            rows.append(row | {'kept_heads': learned.config.kept_heads})
+    return rows
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--sentences', type=int, default=300, help='of test (300)')
+    parser.add_argument('--pairs', type=int, default=300, help='of train, to measure importance (300)')
+    parser.add_argument('--random', type=int, default=20, help='random orders (20)')
+    parser.add_argument('--removed', type=int, nargs='+', default=[0, 2, 4, 6, 8, 10, 12, 16, 20],
+                        help='numbers of removed heads')
+    parser.add_argument('--seeds', type=int, default=5, help='of the training with gates (5)')
+    parser.add_argument('--prices', type=float, nargs='+', default=[0.03, 0.07, 0.15],
+                        help='of an open head, in nats per target token')
+    parser.add_argument('--steps', type=int, default=60, help='of training (60)')
+    parser.add_argument('--max-tokens', type=int, default=512, help='of a training batch (512)')
+    parser.add_argument('--out', type=Path, default=RESULTS / 'head-orders.json')
+    return parser.parse_args()
+
+def main():
+    args = arguments()
+    torch.set_num_threads(1)
+    start = time.process_time()
+    translator = Translator.load(device='cpu')
+    settings = {name: value for name, value in vars(args).items() if name != 'out'}
+    record = about() | {'name': 'head-orders', 'settings': settings, 'orders': measure_orders(translator, args),
+                        'gates': measure_gates(translator, args)}
+    record['cpu_seconds'] = round(time.process_time() - start)
+    atomic_write(args.out, to_json(record))
+
+if __name__ == '__main__':
+    main()
