@@ -17,7 +17,7 @@ PACKAGE = ROOT/'annotated_transformer'
 FLOORS = {
     -1: 'files toy_words', # the standard library alone; whatever writes a file imports files
     -0.5: 'probes',
-    0: 'attention positions vocabulary toy_grammar parallel_text scoring checks plotting '
+    0: 'attention command_options positions vocabulary toy_grammar parallel_text scoring checks plotting '
        'distributed hub text_streams part_checks input_checks training_checks',
     1: 'layers batches complexity experiments bpe_dropout word_vectors drawing toy_languages downloads',
     2: 'transformer corpora diagrams loader',
@@ -25,9 +25,10 @@ FLOORS = {
     4: 'kernels checkpoints inference causal_tests',
     4.5: 'run_log explorer',
     5: 'trainer interop heads',
-    6: 'translator',
+    6: 'translator score_report line_translation',
     7: 'recipe',
-    8: 'server',
+    8: 'server train_command',
+    8.5: 'commands',
     9: 'cli',
     10: '__main__',
 }
