@@ -30,6 +30,7 @@ from annotated_transformer.transformer import count_parameters
 from annotated_transformer.translator import Translator
 
 RESULTS = Path(__file__).parent / 'results'
+N_SAMPLES = 8 # translations that a record holds, from all over the last split
 PATHS = ('data_dir', 'src', 'tgt', 'val_src', 'val_tgt', 'test_src', 'test_tgt', 'tsv', 'extra_src', 'extra_tgt')
 
 def machine() -> str:
@@ -122,6 +123,7 @@ def main():
                'steps': progress['step'], 'epochs': progress['epoch'], 'target_tokens': progress['tokens']}
     search, tried = choose(translator, corpus['val'], args.beam_size, args.length_penalty, args.tokenized)
     scores = {}
+    samples = []
     for split in ['val', *args.split]:
         start = time.monotonic()
         _, translations = evaluate(translator, corpus[split], progress_bar=True, **search)
@@ -132,6 +134,9 @@ def main():
         else:
             found = report(translations, references, corpus.langs[1])
         scores[split] = found | {'seconds': seconds}
+        step = max(1, len(references) // N_SAMPLES)
+        samples = [{'split': split, 'source': src, 'translation': translation, 'reference': reference}
+                   for (src, reference), translation in list(zip(corpus[split], translations))[::step][:N_SAMPLES]]
         for name in ('bleu', 'chrf', 'lowercased_tokenized_bleu'):
             if name in found:
                 metrics[f'{split}_{name}'] = round(found[name], 2)
@@ -140,7 +145,7 @@ def main():
               'date': str(date.today()), 'search': search}
     if tried:
         record['tried_on_val'] = tried
-    record |= {'metrics': metrics, 'scores': scores, 'versions': translator.training['versions']}
+    record |= {'metrics': metrics, 'scores': scores, 'samples': samples, 'versions': translator.training['versions']}
     if teachers:
         record['teachers_minutes'] = teachers
     record |= {'settings': settings | {'corpus': public_settings(settings['corpus'])},
