@@ -9,6 +9,7 @@ import copy
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -32,10 +33,10 @@ class CheckResult:
     def __str__(self) -> str:
         status = {True: 'passed', False: 'FAILED', None: 'n/a'}[self.passed]
         lines = [f'{status:8}{self.name:19}{self.claim}']
-        if self.passed is False:
-            lines += [f'{"":8}observed:  {self.observed}', f'{"":8}look at:   {self.cause}']
-        else:
-            lines[0] += f' ({self.observed})'
+        if self.passed is not False:
+            return f'{lines[0]} ({self.observed})'
+        for label, text in (('observed:', self.observed), ('look at:', self.cause)):
+            lines.append(textwrap.fill(text, 100, initial_indent=f'{"":8}{label:11}', subsequent_indent=' ' * 19))
         return '\n'.join(lines)
 
 @dataclass(frozen=True)
