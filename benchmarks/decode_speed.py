@@ -1,239 +1,329 @@
 #!/usr/bin/env python3
-"""How fast translations are found, beside transformers' generate and CTranslate2,
-with the same weights and the same search.
+"""Measure how fast translations are found, beside transformers' generate and CTranslate2, with the same weights.
 
-    python benchmarks/decode_speed.py --model runs/m30k # Multi30k test_2016_flickr; about eight minutes on two cores
-    python benchmarks/decode_speed.py --model runs/m30k --sentences 200 --repeats 1 --out /dev/null
+    python benchmarks/decode_speed.py                     # the toy model that comes with the package
+    python benchmarks/decode_speed.py --model runs/m30k --corpus multi30k --split test_2016_flickr
+    python benchmarks/decode_speed.py --sentences 40 --rounds 1 --out /tmp/quick.json   # try it
 
-The model is one of our folders that both others can hold: post-norm with sinusoids (train with
-`--norm post --init scaled --positions sinusoidal`). All engines read the same ids in the same batches,
-sorted by length, and search alike: greedily and with a beam of 4, scores divided by the number of
-tokens, until as many hypotheses have ended as the beam is wide (`patience` 1; early_stopping=True). The rule that is
-ours by default, until none that lives can win, is measured besides; it finds at least as good scores
-and takes more steps. Every round times each engine once, one after the other in an order that moves
-on, and the medians of the rounds count. Batches of one are timed on every tenth sentence; where a
-step is that small, ours keeps to one thread by itself, and the others have as many as they are
-given. Beside each speed: BLEU, how many outputs are the same ids as ours, the time to a first token,
-and the memory that a process of its own takes at most above what the loaded model takes. On a GPU
-ours and transformers run in float32 and in bfloat16, CTranslate2 in its own float32 and float16.
+How it measures:
+
+- Each engine runs in its own process, one process for each number of threads, so that no two OpenMP runtimes share one.
+- One round over all numbers of threads chooses the best number for each engine and each cell of the table;
+  the record shows all of them.
+- The rounds that count alternate in time, each starting with another engine. The record holds every round; the
+  tables show the median, the smallest and the largest.
+- All engines search alike: greedily or with a beam of 4, scores divided by the number of tokens, until as many
+  hypotheses have finished as the beam is wide. Our default, which stops when no active hypothesis can win, has its own row.
+- `ids` is from token ids to token ids, `text` from text to text. Batches are sorted by length. A batch of 1 gives
+  the latency of single sentences: median and 95th percentile.
+
+The model must be one that all engines can hold: post-norm, sinusoidal positions.
 """
-import argparse, json, statistics, subprocess, sys, tempfile, time
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
-from unittest.mock import patch
-
-import torch
-
-from annotated_transformer.v1 import decoding
-from annotated_transformer.v1.batches import pad_rows
-from annotated_transformer.v1.checkpoints import fingerprint
-from annotated_transformer.v1.corpora import CorpusConfig, load_corpus
-from annotated_transformer.v1.decoding import DecodingConfig, beam_search, greedy
-from annotated_transformer.v1.interop import export_ctranslate2, export_marian
-from annotated_transformer.v1.scoring import score
-from annotated_transformer.v1.translator import ModelFolder
-from annotated_transformer.v1.vocabulary import BOS, EOS, PAD, write_whole
-from record import RESULTS, about
-from train_speed import forget_peak, resident
 
 ROOT = Path(__file__).parents[1]
-OURS, EXACT, HF, CT2 = ('annotated_transformer', 'annotated_transformer, until none can win',
-                        'transformers', 'CTranslate2')
-SEARCH = DecodingConfig(alpha=1.0, length_offset=0.0, patience=1.0)
+OURS = 'annotated_transformer'
+OURS_EXACT = 'annotated_transformer, until none can win'
+OURS_CTRANSLATE2 = 'annotated_transformer with CTranslate2'
+TRANSFORMERS = 'transformers'
+CTRANSLATE2 = 'CTranslate2 float32'
+CTRANSLATE2_INT8 = 'CTranslate2 int8'
+ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, TRANSFORMERS, CTRANSLATE2, CTRANSLATE2_INT8)
+TEXT_ENGINES = (OURS, OURS_CTRANSLATE2) # those that also translate from text to text
+SEARCH = {'length_penalty': 1.0, 'length_penalty_offset': 0.0, 'max_extra_tokens': 50}
+REST = 0.3 # seconds between measurements, so that the last engine's threads have stopped waiting for work
 
 
-# --- who translates: each is a function of rows of source ids (with EOS) and a beam that gives rows of target ids
+# --- the engines: each returns a function from (rows, beam size) to outputs; rows are ids with EOS, or texts
 
-def ours(folder, device, dtype, patience=1.0):
-    model = ModelFolder.load(folder, device).model.to(dtype)
-    def translate(rows, beam):
-        src = pad_rows(rows).to(device)
-        if beam == 1: return [h.ids for h in greedy(model, src, SEARCH)]
-        return [best[0].ids for best in beam_search(model, src, SEARCH, beam_size=beam, patience=patience)]
-    def first_token(rows, beam):
-        with patch.object(decoding, 'length_limits',
-                          lambda src, *_: torch.ones(len(src), dtype=torch.long, device=device)):
-            translate(rows, beam)
-    return translate, first_token
+def our_engine(prepared, threads, patience):
+    import torch
+    from annotated_transformer.batches import pad_rows
+    from annotated_transformer.inference import DecodingConfig, beam_search, greedy
+    from annotated_transformer.translator import Translator
+    translator = Translator.load(prepared['model'], device='cpu')
 
-def longest(rows): return max(map(len, rows)) + SEARCH.max_extra
+    def from_ids(rows, beam):
+        config = DecodingConfig(beam_size=beam, patience=patience if beam > 1 else None, **SEARCH)
+        src = pad_rows(rows)
+        if beam == 1:
+            return [hypothesis.ids for hypothesis in greedy(translator.model, src, config)]
+        return [best[0].ids for best in beam_search(translator.model, src, config)]
 
-def transformers_generate(folder, device, dtype):
+    def from_text(texts, beam):
+        return translator.translate(texts, beam_size=beam, patience=patience if beam > 1 else None,
+                                    batch_tokens=10**6, **SEARCH)
+
+    torch.set_num_threads(threads)
+    return from_ids, from_text
+
+def our_ctranslate2(prepared, threads, compute_type):
+    from annotated_transformer.interop import CTranslate2Translator
+    translator = CTranslate2Translator(prepared['ctranslate2'], compute_type=compute_type,
+                                       inter_threads=1, intra_threads=threads)
+    ids = token_ids(translator.tokenizer)
+    names = list(ids)
+
+    def from_ids(rows, beam):
+        found = translator.search([[names[i] for i in row[:-1]] for row in rows], beam_size=beam, patience=1.0, **SEARCH)
+        return [[ids[name] for name in tokens] for tokens in found]
+
+    def from_text(texts, beam):
+        return translator.translate(texts, beam_size=beam, patience=1.0, **SEARCH)
+
+    return from_ids, from_text
+
+def transformers_engine(prepared, threads):
+    import torch
     import transformers
+    from annotated_transformer.batches import pad_rows
+    from annotated_transformer.vocabulary import BOS, EOS, PAD
     transformers.logging.set_verbosity_error()
-    with tempfile.TemporaryDirectory() as made:
-        model = transformers.MarianMTModel.from_pretrained(
-            export_marian(folder, Path(made)/'marian')).to(device, dtype).eval()
-    plain = dict(do_sample=False, length_penalty=1.0, bad_words_ids=None,
-                 renormalize_logits=False, forced_eos_token_id=None)
-    def translate(rows, beam, most=None):
-        src = pad_rows(rows).to(device)
-        search = plain | (dict(num_beams=beam, early_stopping=True) if beam > 1
-                          else dict(num_beams=1, early_stopping=False))
-        found = model.generate(src, attention_mask=(src != PAD).long(),
-                               max_new_tokens=most or longest(rows), max_length=None, **search)
+    torch.set_num_threads(threads)
+    model = transformers.MarianMTModel.from_pretrained(prepared['marian']).eval()
+    plain = {'do_sample': False, 'length_penalty': 1.0, 'bad_words_ids': None, 'renormalize_logits': False,
+             'forced_eos_token_id': None, 'max_length': None}
+
+    @torch.inference_mode()
+    def from_ids(rows, beam):
+        src = pad_rows(rows)
+        longest = src.size(1) + SEARCH['max_extra_tokens']
+        found = model.generate(src, attention_mask=(src != PAD).long(), max_new_tokens=longest,
+                               num_beams=beam, early_stopping=beam > 1, **plain)
         return [[token for token in row if token not in (PAD, BOS, EOS)] for row in found.tolist()]
-    return translate, lambda rows, beam: translate(rows, beam, 1)
 
-def ctranslate2_library(folder, device, threads, precision):
+    return from_ids, None
+
+def ctranslate2_engine(prepared, threads, compute_type):
     import ctranslate2
-    with tempfile.TemporaryDirectory() as made:
-        path = export_ctranslate2(folder, Path(made)/'ct2', 'int8' if precision == 'int8' else 'float32')
-        engine = ctranslate2.Translator(str(path), device=device, inter_threads=1, intra_threads=threads,
-                                        compute_type=precision)
-    tokenizer = ModelFolder.load(folder, 'cpu').tokenizer
-    names = tokenizer.tokens(range(len(tokenizer)))
-    ids = {name: i for i, name in enumerate(names)}
-    def translate(rows, beam, most=None):
-        # it puts EOS behind a source itself
-        found = engine.translate_batch([[names[i] for i in row[:-1]] for row in rows],
-                                       beam_size=beam, length_penalty=1.0,
-                                       max_batch_size=0, max_decoding_length=most or longest(rows))
+    from annotated_transformer.vocabulary import load_tokenizer
+    tokenizer = load_tokenizer(Path(prepared['ctranslate2']) / 'tokenizer.json')
+    ids = token_ids(tokenizer)
+    names = list(ids)
+    engine = ctranslate2.Translator(str(prepared['ctranslate2']), device='cpu', compute_type=compute_type,
+                                    inter_threads=1, intra_threads=threads)
+
+    def from_ids(rows, beam):
+        sources = [[names[i] for i in row[:-1]] for row in rows] # the engine adds EOS
+        longest = max(map(len, rows)) + SEARCH['max_extra_tokens']
+        found = engine.translate_batch(sources, beam_size=beam, length_penalty=1.0, max_batch_size=0,
+                                       max_decoding_length=longest)
         return [[ids[name] for name in result.hypotheses[0]] for result in found]
-    return translate, lambda rows, beam: translate(rows, beam, 1)
 
-def engine(name, args):
-    "(translate, first_token)"
-    who, _, precision = name.partition(' in ')
-    if who == CT2: return ctranslate2_library(args.model, args.device, args.threads, precision)
-    dtype = getattr(torch, precision or 'float32')
-    if who == HF: return transformers_generate(args.model, args.device, dtype)
-    return ours(args.model, args.device, dtype, patience=0.0 if who == EXACT else 1.0)
+    return from_ids, None
 
-def engines(device):
-    more = [f'{CT2} in int8'] if device == 'cpu' else [f'{CT2} in float16', f'{OURS} in bfloat16', f'{HF} in bfloat16']
-    return [OURS, EXACT, HF, f'{CT2} in float32', *more]
+def token_ids(tokenizer):
+    return {name: i for i, name in enumerate(tokenizer.tokens(range(len(tokenizer))))}
+
+def make_engine(name, prepared, threads):
+    if name == OURS:
+        return our_engine(prepared, threads, patience=1.0)
+    if name == OURS_EXACT:
+        return our_engine(prepared, threads, patience=None)
+    if name == OURS_CTRANSLATE2:
+        return our_ctranslate2(prepared, threads, 'float32')
+    if name == TRANSFORMERS:
+        return transformers_engine(prepared, threads)
+    return ctranslate2_engine(prepared, threads, 'int8' if name == CTRANSLATE2_INT8 else 'float32')
 
 
-# --- measuring
+# --- a worker: one engine with one number of threads; it reads cells from standard input and answers with seconds
 
 def batches_of(rows, size):
-    "Batches of like length, the longest first, as lists of positions."
+    "Positions of the rows of each batch, the longest rows first."
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-    return [order[i:i + size] for i in range(0, len(order), size)]
+    return [order[start:start + size] for start in range(0, len(order), size)]
 
-def run(translate, rows, size, beam):
-    "(seconds, outputs in order)"
-    found, began = [None] * len(rows), time.perf_counter()
+def run_cell(translate, rows, beam, size):
+    "Translate all rows in batches. Return the seconds of each batch and the outputs in the order of the rows."
+    outputs = [None] * len(rows)
+    seconds = []
     for batch in batches_of(rows, size):
-        for i, ids in zip(batch, translate([rows[i] for i in batch], beam)): found[i] = ids
-    return time.perf_counter() - began, found
+        start = time.perf_counter()
+        found = translate([rows[i] for i in batch], beam)
+        seconds.append(time.perf_counter() - start)
+        for i, output in zip(batch, found):
+            outputs[i] = output
+    return seconds, outputs
 
-def rounds(made, rows, size, beam, repeats):
-    """{name: seconds of each round}, {name: outputs}: everybody once a round,
-    each time another one first, after a round on a part.
-    """
-    took, found, names = {name: [] for name in made}, {}, list(made)
-    for name in names: run(made[name][0], rows[:2*size if size > 1 else 5], size, beam)
-    for i in range(repeats):
-        for name in names[i % len(names):] + names[:i % len(names)]:
-            seconds, found[name] = run(made[name][0], rows, size, beam)
-            took[name].append(seconds)
-    return took, found
+def work(args):
+    prepared = json.loads(args.prepared.read_text())
+    from_ids, from_text = make_engine(args.worker, prepared, args.thread_counts[0])
+    print(json.dumps({'ready': True}), flush=True)
+    for line in sys.stdin:
+        cell = json.loads(line)
+        translate = from_text if cell['unit'] == 'text' else from_ids
+        rows = prepared['texts' if cell['unit'] == 'text' else 'rows'][:cell['sentences']]
+        if cell['warm_up']:
+            rows = rows[:2 * cell['batch']] if cell['batch'] > 1 else rows[:5]
+        seconds, outputs = run_cell(translate, rows, cell['beam'], cell['batch'])
+        digests = [hashlib.sha256(json.dumps(output).encode()).hexdigest()[:12] for output in outputs]
+        n_tokens = sum(len(output) + 1 for output in outputs) if cell['unit'] == 'ids' else None
+        print(json.dumps({'seconds': seconds, 'n_tokens': n_tokens, 'digests': digests}), flush=True)
 
-def latency(made, rows, beam, repeats=20):
-    "{name: median milliseconds until a single sentence has its first token}"
-    took = {name: [] for name in made}
-    for row in rows[:repeats + 1]:
-        for name, (_, first_token) in made.items():
-            began = time.perf_counter()
-            first_token([row], beam)
-            took[name].append(1000 * (time.perf_counter() - began))
-    return {name: round(statistics.median(t[1:]), 2) for name, t in took.items()}
+class Worker:
+    "A process with one engine."
+    def __init__(self, name, threads, prepared):
+        environment = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads),
+                           TOKENIZERS_PARALLELISM='false')
+        command = [sys.executable, __file__, '--worker', name, '--thread-counts', str(threads),
+                   '--prepared', str(prepared)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=subprocess.DEVNULL, text=True, env=environment)
+        self.read()
 
-def peak_memory(name, rows, args):
-    """Bytes held at most while three batches of 64 are translated with a beam of 4,
-    above what is held once the model is there.
-    """
-    translate, _ = engine(name, args)
-    batches = batches_of(rows, 64)
-    translate([rows[i] for i in batches[-1][:4]], 4)    # the libraries' own threads and memory
-    if args.device == 'cuda':
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()          # of torch; CTranslate2's is not counted there
-    else:
-        forget_peak()
-        before = resident()
-    for batch in (batches[0], batches[len(batches) // 2], batches[-1]): translate([rows[i] for i in batch], 4)
-    return (torch.cuda.max_memory_allocated() if args.device == 'cuda' else resident(peak=True)) - before
+    def read(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f'the process ended: {self.process.args}')
+        return json.loads(line)
 
-def memory_of(name, args):
-    "`peak_memory` in a fresh process."
-    given = {name: getattr(args, name) for name in ('model', 'device', 'threads', 'data_dir', 'split', 'sentences')}
-    flags = [part for name, value in given.items() for part in ('--' + name.replace('_', '-'), str(value))]
-    command = [sys.executable, __file__, '--memory-of', name, *flags]
-    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
+    def measure(self, cell, warm_up=False):
+        time.sleep(REST)
+        self.process.stdin.write(json.dumps({**cell, 'warm_up': warm_up}) + '\n')
+        self.process.stdin.flush()
+        return self.read()
 
-def load(args):
-    "Sentence pairs, and the sources as ids."
-    folder = ModelFolder.load(args.model, 'cpu')
-    made = folder.training.get('run', {}).get('corpus', {})
-    pairs = list(load_corpus(CorpusConfig('multi30k', pair=made.get('pair', 'en-de'),
-                                          data_dir=args.data_dir))[args.split])[:args.sentences]
-    return folder, pairs, folder.encode([src for src, _ in pairs])
+    def stop(self):
+        self.process.stdin.close()
+        self.process.wait()
 
-def measure(args):
-    "Everybody at each beam and batch size, beside ours."
-    folder, pairs, rows = load(args)
-    text = lambda ids: folder.tokenizer.decode(ids)
-    made, metrics = {name: engine(name, args) for name in engines(args.device)}, {}
+
+# --- the measurement
+
+def prepare(args, folder):
+    "Convert the model for every engine and encode the sentences."
+    from annotated_transformer.corpora import CorpusConfig, load_corpus
+    from annotated_transformer.interop import export_ctranslate2, export_marian
+    from annotated_transformer.translator import SHIPPED, Translator
+    from annotated_transformer.vocabulary import EOS
+    model = args.model or SHIPPED
+    data = {'data_dir': args.data_dir} if args.corpus == 'multi30k' else {}
+    corpus = load_corpus(CorpusConfig(args.corpus, **data))
+    texts = [src for src, _ in corpus[args.split]][:args.sentences]
+    tokenizer = Translator.load(model, device='cpu').tokenizer
+    rows = [[*row, EOS] for row in tokenizer.encode_batch(texts, tokenizer.langs[0])]
+    prepared = {'model': str(model), 'rows': rows, 'texts': texts,
+                'marian': str(export_marian(model, folder / 'marian')),
+                'ctranslate2': str(export_ctranslate2(model, folder / 'ctranslate2'))}
+    path = folder / 'prepared.json'
+    path.write_text(json.dumps(prepared))
+    return path, prepared
+
+def cells_of(args):
+    "Every combination of search, batch size and unit."
     for beam in args.beams:
-        first = latency({name: e for name, e in made.items() if beam > 1 or name != EXACT}, rows, beam)
-        for size in args.batches:
-            some = rows if size > 1 else rows[::10]
-            taking = {name: e for name, e in made.items() if not (name == EXACT and beam == 1)}
-            took, found = rounds(taking, some, size, beam, args.repeats)
-            table = metrics[f'beam {beam}, batch {size}'] = {}
-            for name, outputs in found.items():
-                seconds, tokens = statistics.median(took[name]), sum(len(ids) + 1 for ids in outputs)
-                def ratio(other):
-                    return round(statistics.median(
-                        theirs / mine for theirs, mine in zip(took[other], took[name])), 3)
-                table[name] = dict(
-                    sentences_per_second=round(len(some) / seconds, 1), tokens_per_second=round(tokens / seconds),
-                    first_token_ms=first[name], same_as_ours=sum(a == b for a, b in zip(outputs, found[OURS])),
-                    of=len(some), rounds=[round(t, 3) for t in took[name]])
-                if size > 1:
-                    table[name]['bleu'] = round(
-                        score([text(ids) for ids in outputs], [tgt for _, tgt in pairs]).bleu, 2)
-                if name.startswith(OURS):
-                    table[name]['speed'] = {other: ratio(other)
-                                            for other in found if not other.startswith(OURS)}
-                shown = '  '.join(f'{k} {v}' for k, v in table[name].items() if k not in ('rounds', 'of'))
-                print(f'beam {beam} batch {size:2}  {name:42} {shown}', flush=True)
-    memory = {name: round(memory_of(name, args) / 2**20) for name in made}
-    print('MiB at most, beam 4, batch 64:', memory)
-    return dict(speed=metrics, peak_mib=memory), folder
+        for batch in args.batches:
+            for unit in ('ids', 'text'):
+                sentences = args.sentences if batch > 1 else max(20, args.sentences // 10)
+                yield {'beam': beam, 'batch': batch, 'unit': unit, 'sentences': sentences}
 
+def engines_of(cell, engines):
+    found = [name for name in engines if cell['unit'] == 'ids' or name in TEXT_ENGINES]
+    return [name for name in found if not (name == OURS_EXACT and cell['beam'] == 1)]
+
+def summary(results, cell):
+    "Speed over the rounds, and for single sentences the latency over all rounds."
+    totals = [sum(result['seconds']) for result in results]
+    found = {'rounds': [round(total, 4) for total in totals],
+             'sentences_per_second': round(cell['sentences'] / statistics.median(totals), 1),
+             'slowest': round(cell['sentences'] / max(totals), 1), 'fastest': round(cell['sentences'] / min(totals), 1)}
+    if results[0]['n_tokens']:
+        found['tokens_per_second'] = round(results[0]['n_tokens'] / statistics.median(totals))
+    if cell['batch'] == 1:
+        times = sorted(1000 * second for result in results for second in result['seconds'])
+        found['latency_ms'] = {'median': round(statistics.median(times), 2), '95 %': round(times[int(0.95 * len(times))], 2)}
+    return found
+
+def measure(args, path):
+    "Return one row for each cell and engine."
+    workers = {(name, threads): Worker(name, threads, path) for name in args.engines for threads in args.thread_counts}
+    table = []
+    try:
+        for cell in cells_of(args):
+            names = engines_of(cell, args.engines)
+            sweep = {}
+            for name in names:
+                for threads in args.thread_counts:
+                    workers[name, threads].measure(cell, warm_up=True)
+                    seconds = sum(workers[name, threads].measure(cell)['seconds'])
+                    sweep.setdefault(name, {})[threads] = round(seconds, 4)
+            best = {name: min(seconds, key=seconds.get) for name, seconds in sweep.items()}
+            results = {name: [] for name in names}
+            for i in range(args.rounds):
+                start = i % len(names)
+                for name in names[start:] + names[:start]:
+                    results[name].append(workers[name, best[name]].measure(cell))
+            for name in names:
+                digests = results[name][0]['digests']
+                same = sum(a == b for a, b in zip(digests, results[names[0]][0]['digests']))
+                row = {**cell, 'engine': name, 'threads': best[name], 'seconds_by_threads': sweep[name],
+                       'same_as_first': same, **summary(results[name], cell)}
+                table.append(row)
+                print(f"{row['unit']:4} beam {row['beam']} batch {row['batch']:2} {name:42} "
+                      f"{row['threads']} threads {row['sentences_per_second']:8.1f} sentences/s "
+                      f"({row['slowest']}-{row['fastest']}) {row.get('tokens_per_second', ''):>7} tokens/s "
+                      f"{row.get('latency_ms', '')} same {same}/{cell['sentences']}", flush=True)
+    finally:
+        for worker in workers.values():
+            worker.stop()
+    return table
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--model', type=Path, required=True,
-                        help='a folder that `annotated-transformer train` finished, post-norm with sinusoids')
-    parser.add_argument('--split', default='test_2016_flickr', help='of Multi30k (test_2016_flickr)')
-    parser.add_argument('--sentences', type=int, default=1000, help='the first so many of them (1000)')
+    parser.add_argument('--model', type=Path, help='a model folder (default: the toy model of the package)')
+    parser.add_argument('--corpus', default='toy-ende', choices=['toy-ende', 'multi30k'])
+    parser.add_argument('--split', default='test')
+    parser.add_argument('--data-dir', type=Path, help='folder of Multi30k')
+    parser.add_argument('--sentences', type=int, default=500, help='for batches of 1, a tenth of them (500)')
     parser.add_argument('--beams', type=int, nargs='+', default=[1, 4])
-    parser.add_argument('--batches', type=int, nargs='+', default=[64, 1])
-    parser.add_argument('--repeats', type=int, default=3, help='rounds (3)')
-    parser.add_argument('--threads', type=int, default=torch.get_num_threads(), help="torch's own choice unless given")
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu', choices=['cpu', 'cuda'])
-    parser.add_argument('--data-dir', type=Path, default=ROOT.parent/'shared/data/multi30k', help='where Multi30k lies')
-    parser.add_argument('--out', type=Path, default=RESULTS/'decode-speed.json', help='of the record')
-    parser.add_argument('--memory-of', help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    return args
+    parser.add_argument('--batches', type=int, nargs='+', default=[1, 8, 64])
+    parser.add_argument('--rounds', type=int, default=5)
+    parser.add_argument('--thread-counts', type=int, nargs='+', default=list(range(1, (os.cpu_count() or 1) + 1)))
+    parser.add_argument('--engines', nargs='+', default=list(ENGINES), choices=ENGINES)
+    parser.add_argument('--name', default='decode-speed', help='of the record')
+    parser.add_argument('--out', type=Path, help='the record (default: benchmarks/results/NAME.json)')
+    parser.add_argument('--worker', choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument('--prepared', type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+def cpu_flags():
+    info = Path('/proc/cpuinfo')
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = next((line.split(':')[1].split() for line in lines if line.startswith('flags')), [])
+    return [flag for flag in flags if flag.startswith(('avx', 'amx', 'sse4', 'fma'))]
 
 def main():
     args = arguments()
-    if args.memory_of: return print(peak_memory(args.memory_of, load(args)[2], args))
-    import ctranslate2, transformers
-    metrics, folder = measure(args)
-    settings = {k: getattr(args, k) for k in ('split', 'sentences', 'beams', 'batches', 'repeats', 'threads', 'device')}
-    record = dict(name='decode-speed', **about(), metrics=metrics,
-                  settings=settings | dict(search=asdict(SEARCH), model=asdict(folder.model.config)),
-                  weights_sha256=fingerprint(args.model/'model.safetensors')['sha256'])
-    record['versions'] |= dict(transformers=transformers.__version__, ctranslate2=ctranslate2.__version__)
-    write_whole(args.out, json.dumps(record, indent=2) + '\n')
+    if args.worker:
+        return work(args)
+    import ctranslate2
+    import transformers
+    from annotated_transformer.checkpoints import load_model
+    from annotated_transformer.files import atomic_write, checksum, to_json
+    from record import RESULTS, about
+    with tempfile.TemporaryDirectory() as folder:
+        path, prepared = prepare(args, Path(folder))
+        table = measure(args, path)
+    settings = {name: getattr(args, name)
+                for name in ('corpus', 'split', 'sentences', 'beams', 'batches', 'rounds', 'thread_counts')}
+    config = asdict(load_model(prepared['model']).config)
+    record = {'name': args.name, **about(), 'metrics': table, 'settings': {**settings, 'search': SEARCH, 'model': config},
+              'weights_sha256': checksum(Path(prepared['model']) / 'model.safetensors')['sha256'],
+              'cpu_flags': cpu_flags()}
+    record['versions'] |= {'transformers': transformers.__version__, 'ctranslate2': ctranslate2.__version__}
+    atomic_write(args.out or RESULTS / f'{args.name}.json', to_json(record))
 
-if __name__ == '__main__': main()
+
+if __name__ == '__main__':
+    main()
