@@ -1,18 +1,27 @@
 #!/usr/bin/env python3
-"""How fast a training step is, beside torch's own Transformer, Hugging Face's Marian, and the matrix products alone.
+"""Measure how fast a training step is, beside nn.Transformer and Hugging Face's Marian.
 
-    python benchmarks/train_speed.py # sizes tiny and small; on a GPU base and big as well, in bfloat16
-    python benchmarks/train_speed.py --sizes tiny --repeats 5 --steps 8 --out /dev/null
+    python benchmarks/train_speed.py                                   # sizes tiny and small on a CPU
+    python benchmarks/train_speed.py --sizes base big --device cuda --precision bfloat16
+    python benchmarks/train_speed.py --sizes tiny --rounds 1 --steps 2 --out /tmp/quick.json   # try it
 
-All learn from the same batches in the same order: Multi30k EN-DE where it lies in ../shared/data (or
---data-dir), the toy corpus elsewhere. All have the same dimensions, tied embeddings, dropout in the same
-places (embeddings and sublayer outputs), the same label smoothing, clipping and fused Adam. The two others are
-given the faster of two ways to the loss: logits at every position, or at real tokens only. Every round times
-each of them once, one after the other in an order that moves on, and the medians of the rounds count. Memory
-is measured in a process of its own for each: the peak during the steps above what was resident once model and
-optimizer were built, so gradients, Adam's means, activations and logits count, and code and weights do not.
+How it measures:
+
+- All train on the same batches in the same order: Multi30k EN-DE with --data-dir, otherwise the toy corpus. All have the same
+  sizes, tied embeddings, dropout in the same places, label smoothing, gradient clipping and fused Adam.
+- Each system runs in its own process. The rounds alternate in time, each starting with another system; a first round is
+  not counted. The record holds every round; the tables show the median, the smallest and the largest.
+- The other two get the faster of two ways to the loss: logits at every position, or at real tokens only.
+- Memory is the peak during the steps minus what was resident once model and optimizer were built.
 """
-import argparse, json, math, statistics, subprocess, sys, time
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,342 +29,301 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from annotated_transformer.v1.batches import BatchLoader, encode_pairs
-from annotated_transformer.v1.corpora import CorpusConfig, load_corpus
-from annotated_transformer.v1.layers import Dropout
-from annotated_transformer.v1.optimizer import make_optimizer
-from annotated_transformer.v1.positions import SinusoidalPositions
-from annotated_transformer.v1.training import Objective, TrainConfig, train_step
-from annotated_transformer.v1.transformer import Transformer, TransformerConfig, count_parameters
-from annotated_transformer.v1.vocabulary import PAD, train_tokenizer, write_whole
-from record import RESULTS, about
+from annotated_transformer.batches import encode_pairs
+from annotated_transformer.corpora import CorpusConfig, load_corpus
+from annotated_transformer.kernels import accelerate
+from annotated_transformer.loader import TrainingLoader
+from annotated_transformer.positions import SinusoidalPositions
+from annotated_transformer.trainer import LossModule, TrainConfig, train_step
+from annotated_transformer.transformer import PRESETS, Transformer, TransformerConfig, count_parameters
+from annotated_transformer.vocabulary import PAD, train_tokenizer
 
-ROOT = Path(__file__).parents[1]
-SMOOTHING, CLIP, RATE, SEED = 0.1, 1.0, 1e-4, 1
+LABEL_SMOOTHING = 0.1
+MAX_GRAD_NORM = 1.0
+LR = 1e-4
+SEED = 1
+REST = 0.3 # seconds between measurements
 OURS = 'annotated_transformer'
 
 
 @dataclass(frozen=True)
 class Size:
-    "What is trained: a model, and the budget of its batches."
+    "A model and the limit for the tokens of its batches."
     model: TransformerConfig
     max_tokens: int
-    gpu: bool = False # only timed on one, in bfloat16
 
+TINY = PRESETS['tiny']
 SIZES = {
-    'tiny': Size(TransformerConfig.preset('tiny', vocab_size=4000), 2048),
-    'small': Size(TransformerConfig(vocab_size=8000, n_layers=3, d_model=256, d_ff=1024, n_heads=4), 3000),
-    'base': Size(TransformerConfig.preset('base'), 25_000, gpu=True),
-    'big': Size(TransformerConfig.preset('big'), 25_000, gpu=True),
+    'tiny': Size(TransformerConfig(4000, TINY.n_layers, TINY.d_model, TINY.d_ff, TINY.n_heads), 2048),
+    'small': Size(TransformerConfig(8000, n_layers=3, d_model=256, d_ff=1024, n_heads=4), 3000),
+    'base': Size(PRESETS['base'], 25_000),
+    'big': Size(PRESETS['big'], 25_000),
 }
 
 
-# --- what is trained from
+# --- the systems: each is a function of a configuration that returns a model and a function from a batch to its mean loss
 
-def load_batches(size, n, data_dir, multiple=1):
-    "The first `n` batches of an epoch, and the name of the corpus that they are from."
-    found = data_dir.is_dir()
-    corpus = load_corpus(CorpusConfig('multi30k', data_dir=data_dir) if found else CorpusConfig('toy-ende'))
-    v = min(size.model.vocab_size, 8000)  # a small corpus has no more; the model keeps its own size
-    tokenizer = train_tokenizer('bpe', corpus['train'], corpus.langs, v)
-    loader = BatchLoader(encode_pairs(corpus['train'], tokenizer, corpus.langs),
-                         size.max_tokens, seed=SEED, multiple=multiple)
-    batches = [batch for _, batch in zip(range(n), loader.epoch(0))]
-    return batches, ('multi30k' if found else 'toy-ende') + f', BPE {len(tokenizer):,}'
-
-
-# --- who trains: each is a function of a size that gives a model and a function from a batch to its mean loss
-
-def smoothed(logits, targets):
-    "The usual loss."
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=PAD, label_smoothing=SMOOTHING)
-
-def head(output, states, targets, everywhere):
-    "Logits at every position, or at real tokens only, and their loss."
-    if everywhere: return smoothed(output(states), targets)
-    real = targets != PAD
-    return smoothed(output(states[real]), targets[real])
-
+def mean_loss(lm_head, hidden, targets, everywhere):
+    "The smoothed loss from logits at every position, or at real tokens only."
+    if not everywhere:
+        is_token = targets != PAD
+        hidden = hidden[is_token]
+        targets = targets[is_token]
+    return F.cross_entropy(lm_head(hidden).flatten(0, -2), targets.flatten(), ignore_index=PAD,
+                           label_smoothing=LABEL_SMOOTHING)
 
 class TorchTransformer(nn.Module):
     "`nn.Transformer` with what it lacks: tied embeddings, positions, an output layer."
     def __init__(self, c):
         super().__init__()
-        self.scale, self.embed = math.sqrt(c.d_model), nn.Embedding(c.vocab_size, c.d_model)
-        self.positions, self.dropout = SinusoidalPositions(c.d_model, c.max_len), nn.Dropout(c.dropout)
+        self.scale = math.sqrt(c.d_model)
+        self.embed = nn.Embedding(c.vocab_size, c.d_model)
+        self.positions = SinusoidalPositions(c.d_model, c.max_len)
+        self.dropout = nn.Dropout(c.dropout)
         self.body = nn.Transformer(c.d_model, c.n_heads, c.n_layers, c.n_layers, c.d_ff, c.dropout, batch_first=True)
-        for m in self.body.modules():       # dropout only where ours has it, which spares it the slow attention
-            if isinstance(m, nn.MultiheadAttention): m.dropout = 0.0
-            if isinstance(m, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)): m.dropout = nn.Identity()
-        self.output = nn.Linear(c.d_model, c.vocab_size, bias=False)
-        self.output.weight = self.embed.weight
-        nn.init.normal_(self.embed.weight, std=c.d_model**-0.5)
+        for module in self.body.modules(): # dropout only where ours has it, which spares it the slow attention
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.0
+            if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+                module.dropout = nn.Identity()
+        self.lm_head = nn.Linear(c.d_model, c.vocab_size, bias=False)
+        self.lm_head.weight = self.embed.weight
+        nn.init.normal_(self.embed.weight, std=c.d_model ** -0.5)
 
-    def read(self, ids): return self.dropout(self.positions(self.embed(ids) * self.scale))
+    def embedded(self, ids):
+        return self.dropout(self.positions(self.embed(ids) * self.scale))
 
-    def states(self, src, tgt):
+    def forward(self, src, tgt):
         future = torch.ones(tgt.size(1), tgt.size(1), dtype=torch.bool, device=tgt.device).triu(1)
-        hidden = src == PAD
-        return self.body(self.read(src), self.read(tgt), tgt_mask=future, tgt_is_causal=True,
-                         src_key_padding_mask=hidden, memory_key_padding_mask=hidden)
+        padding = src == PAD
+        return self.body(self.embedded(src), self.embedded(tgt), tgt_mask=future, tgt_is_causal=True,
+                         src_key_padding_mask=padding, memory_key_padding_mask=padding)
 
 def torch_transformer(config, everywhere):
     model = TorchTransformer(config)
-    return model, lambda batch: head(model.output, model.states(batch.src, batch.tgt_in), batch.tgt_out, everywhere)
+
+    def loss(batch):
+        return mean_loss(model.lm_head, model(batch.src, batch.tgt_in), batch.tgt_out, everywhere)
+
+    return model, loss
 
 def marian(config, everywhere):
     import transformers
-    c = config
-    sides = {f'{side}_{what}': value for side in ('encoder', 'decoder') for what, value in
-             dict(layers=c.n_layers, ffn_dim=c.d_ff, attention_heads=c.n_heads).items()}
+    sizes = {}
+    for side in ('encoder', 'decoder'):
+        sizes |= {f'{side}_layers': config.n_layers, f'{side}_ffn_dim': config.d_ff,
+                  f'{side}_attention_heads': config.n_heads}
     model = transformers.MarianMTModel(transformers.MarianConfig(
-        vocab_size=c.vocab_size, d_model=c.d_model, dropout=c.dropout, attention_dropout=0.0, activation_dropout=0.0,
-        activation_function='relu', scale_embedding=True, max_position_embeddings=c.max_len, use_cache=False,
-        pad_token_id=PAD, decoder_start_token_id=1, eos_token_id=2, forced_eos_token_id=None,
-        attn_implementation='sdpa', **sides))
+        vocab_size=config.vocab_size, d_model=config.d_model, dropout=config.dropout, attention_dropout=0.0,
+        activation_dropout=0.0, activation_function='relu', scale_embedding=True, use_cache=False,
+        max_position_embeddings=config.max_len, pad_token_id=PAD, decoder_start_token_id=1, eos_token_id=2,
+        forced_eos_token_id=None, attn_implementation='sdpa', **sizes))
+
+    def lm_head(hidden):
+        return model.lm_head(hidden) + model.final_logits_bias
+
     def loss(batch):
-        states = model.model(batch.src, attention_mask=(batch.src != PAD), decoder_input_ids=batch.tgt_in)[0]
-        return head(lambda x: model.lm_head(x) + model.final_logits_bias, states, batch.tgt_out, everywhere)
+        hidden = model.model(batch.src, attention_mask=batch.src != PAD, decoder_input_ids=batch.tgt_in)[0]
+        return mean_loss(lm_head, hidden, batch.tgt_out, everywhere)
+
     return model, loss
 
-OTHERS = {f'{name}, {where}': (build, everywhere)
-          for name, build in (('nn.Transformer', torch_transformer), ('Marian', marian))
-          for where, everywhere in (('all logits', True), ('real logits', False))}
+OTHERS = {'nn.Transformer, all logits': (torch_transformer, True), 'nn.Transformer, real logits': (torch_transformer, False),
+          'Marian, all logits': (marian, True), 'Marian, real logits': (marian, False)}
 
-SWITCHES = {OURS: {}, 'Adam unfused': dict(fused=False), 'all logits at once': dict(plain_loss=True),
-            "torch's dropout": dict(plain_dropout=True), 'bfloat16': dict(precision='bfloat16'),
-            'compiled': dict(compile=True)}
+def make_optimizer(model):
+    return torch.optim.Adam(model.parameters(), lr=LR, betas=(0.9, 0.98), eps=1e-9, fused=True)
 
-class PlainObjective(Objective):
-    "The loss of all logits at once."
-    def forward(self, batch):
-        with torch.autocast(batch.src.device.type, torch.bfloat16, enabled=self.config.precision == 'bfloat16'):
-            real = batch.tgt_out != PAD
-            logits = self.model.output(self.model.states(batch.src, batch.tgt_in)[real])
-            return F.cross_entropy(logits, batch.tgt_out[real], label_smoothing=SMOOTHING, reduction='sum')
-
-def ours(size, device, precision, fused=True, plain_loss=False, plain_dropout=False, **switches):
-    "Our model and its step, as it is or with a switch the other way."
-    model = Transformer(size.model).to(device).train()
-    for m in model.modules():
-        if plain_dropout and isinstance(m, Dropout): m.__class__ = nn.Dropout
-    config = TrainConfig(**dict(label_smoothing=SMOOTHING, precision=precision) | switches)
-    objective, optimizer = ((PlainObjective if plain_loss else Objective)(model, config),
-                            make_optimizer(model, fused=fused))
-    return model, lambda batch: train_step(objective, [batch], optimizer, RATE, CLIP)
-
-def contender(name, size, device, precision):
-    "A model and its step: a function of a batch that updates the model and returns the loss."
+def make_system(name, size, device, precision):
+    "A model and its training step, a function of a batch."
     torch.manual_seed(SEED)
-    if name in SWITCHES: return ours(size, device, **dict(precision=precision) | SWITCHES[name])
+    if name == OURS:
+        model = accelerate(Transformer(size.model)).to(device).train()
+        loss_module = LossModule(model, TrainConfig(label_smoothing=LABEL_SMOOTHING, precision=precision))
+        optimizer = make_optimizer(model)
+
+        def our_step(batch):
+            return train_step(loss_module, [batch], optimizer, LR, MAX_GRAD_NORM)
+
+        return model, our_step
     build, everywhere = OTHERS[name]
     model, loss_of = build(size.model, everywhere)
     model.to(device).train()
-    optimizer = make_optimizer(model, RATE)
+    optimizer = make_optimizer(model)
+
     def step(batch):
-        with torch.autocast(device, torch.bfloat16, enabled=precision == 'bfloat16'): loss = loss_of(batch)
+        with torch.autocast(device, torch.bfloat16, enabled=precision == 'bfloat16'):
+            loss = loss_of(batch)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         return loss.item()
+
     return model, step
 
 
-# --- the floor
+# --- a worker: one system in its own process
 
-def products(batch, c):
-    "(rows, in, out, how many at once) of every matrix product in a forward pass, attention's by head."
-    b, n, m, d = len(batch), batch.src.size(1), batch.tgt.size(1) - 1, c.d_model
-    def attend(q, k): return [(b*q, d, d, 1), (b*k, d, d, 1), (b*k, d, d, 1), (b*q, d, d, 1),
-                              (q, d//c.n_heads, k, b*c.n_heads), (q, k, d//c.n_heads, b*c.n_heads)]
-    def feed(rows): return [(rows, d, c.d_ff, 1), (rows, c.d_ff, d, 1)]
-    layer = attend(n, n) + feed(b*n) + attend(m, m) + attend(m, n) + feed(b*m)
-    return layer*c.n_layers + [(batch.n_tokens, d, c.vocab_size, 1)]
-
-def flops(batch, c):
-    "Of a step: two for each multiplication, and a product's backward pass is two products more."
-    return sum(3 * 2*rows*k*n*times for rows, k, n, times in products(batch, c))
-
-def floor(c, device, dtype):
-    "A step that is nothing but products of its shapes, forward and backward, from and to memory that is there already."
-    held = {}
-    def room(what, *shape):
-        if (what, shape) not in held: held[what, shape] = torch.randn(shape, device=device, dtype=dtype)
-        return held[what, shape]
-    def step(batch):
-        for rows, k, n, times in products(batch, c):
-            lead, product = ((), torch.mm) if times == 1 else ((times,), torch.bmm)
-            x, w, y = room('x', *lead, rows, k), room('w', *lead, n, k), room('y', *lead, rows, n)
-            product(x, w.mT, out=room('to', *lead, rows, n))  # y
-            product(y, w, out=room('to', *lead, rows, k))     # the gradient of x
-            product(y.mT, x, out=room('to', *lead, n, k))     # the gradient of w
-        if device == 'cuda': torch.cuda.synchronize()
-    return step
-
-def matrix_rate(dtype, n=8192, repeats=20):
-    "Floating-point operations a second of one large product on this card."
-    a, b = (torch.randn(n, n, device='cuda', dtype=dtype) for _ in range(2))
-    for _ in range(5): a @ b
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats): a @ b
-    torch.cuda.synchronize()
-    return repeats * 2*n**3 / (time.perf_counter() - began)
-
-
-# --- measuring
-
-def seconds(step, batches):
-    began = time.perf_counter()
-    for batch in batches: step(batch)
-    return time.perf_counter() - began
-
-def rounds(steps, batches, repeats):
-    """{name: seconds of each round}: everybody once a round, each time another one first;
-    one round more, before, counts for nothing.
-    """
-    names, found = list(steps), {name: [] for name in steps}
-    for i in range(repeats + 1):
-        for name in names[i % len(names):] + names[:i % len(names)]:
-            took = seconds(steps[name], batches)
-            if i: found[name].append(took)
-    return found
+def load_batches(size, n_batches, data_dir):
+    "The first batches of an epoch, and the name of their corpus."
+    multi30k = data_dir is not None
+    corpus = load_corpus(CorpusConfig('multi30k', data_dir=data_dir) if multi30k else CorpusConfig('toy-ende'))
+    vocab_size = min(size.model.vocab_size, 8000) # a small corpus has no more tokens; the model keeps its size
+    tokenizer = train_tokenizer('bpe', corpus['train'], corpus.langs, vocab_size)
+    loader = TrainingLoader(encode_pairs(corpus['train'], tokenizer, corpus.langs), size.max_tokens, seed=SEED)
+    batches = [batch for _, batch in zip(range(n_batches), loader.epoch(0))]
+    return batches, f'{corpus.name}, BPE {len(tokenizer):,}'
 
 def resident(peak=False):
-    "Bytes of this process in memory, now or at most since `forget_peak`."
+    "Bytes of this process in memory: now, or the largest number since `reset_peak`."
     field = 'VmHWM:' if peak else 'VmRSS:'
-    return next(int(line.split()[1])*1024 for line in Path('/proc/self/status').read_text().splitlines()
-                if line.startswith(field))
+    lines = Path('/proc/self/status').read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
-def forget_peak(): Path('/proc/self/clear_refs').write_text('5')
+def reset_peak():
+    Path('/proc/self/clear_refs').write_text('5')
 
-def peak_memory(name, size, device, precision, batches):
-    "Bytes held at most during the steps, above what was held when model and optimizer were built."
-    _, step = contender(name, size, device, precision)
+def run_round(step, batches, device):
+    start = time.perf_counter()
+    for batch in batches:
+        step(batch)
     if device == 'cuda':
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+def work(args):
+    "Answer each line of standard input with the seconds of a round."
+    size = SIZES[args.sizes[0]]
+    batches, corpus = load_batches(size, args.steps, args.data_dir)
+    n_tokens = sum(batch.n_tokens for batch in batches)
+    batches = [batch.to(args.device) for batch in batches]
+    model, step = make_system(args.worker, size, args.device, args.precision)
+    if args.device == 'cuda':
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     else:
-        torch.randn(512, 512) @ torch.randn(512, 512)   # the libraries' own threads and memory
-        forget_peak()
+        torch.randn(512, 512) @ torch.randn(512, 512) # the libraries' own threads and memory
+        reset_peak()
         before = resident()
-    for batch in batches: step(batch)
-    return (torch.cuda.max_memory_allocated() if device == 'cuda' else resident(peak=True)) - before
+    run_round(step, batches, args.device) # not counted
+    peak = torch.cuda.max_memory_allocated() if args.device == 'cuda' else resident(peak=True)
+    about = {'parameters': count_parameters(model), 'peak_mib': round((peak - before) / 2**20),
+             'corpus': corpus, 'target_tokens': n_tokens}
+    print(json.dumps(about), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(run_round(step, batches, args.device)), flush=True)
 
-def memory_of(name, label, args):
-    "`peak_memory` in a fresh process."
-    command = [sys.executable, __file__, '--memory-of', name, '--sizes', label, '--device', args.device,
-               '--steps', str(args.steps), '--threads', str(args.threads), '--data-dir', str(args.data_dir)]
-    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
+class Worker:
+    "A process with one system."
+    def __init__(self, name, label, args):
+        command = [sys.executable, __file__, '--worker', name, '--sizes', label, '--device', args.device,
+                   '--precision', args.precision, '--steps', str(args.steps)]
+        if args.data_dir:
+            command += ['--data-dir', str(args.data_dir)]
+        environment = dict(os.environ, OMP_NUM_THREADS=str(args.threads), MKL_NUM_THREADS=str(args.threads))
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        text=True, env=environment)
+        self.about = self.read()
+
+    def read(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f'the process ended: {self.process.args}')
+        return json.loads(line)
+
+    def measure(self):
+        time.sleep(REST)
+        self.process.stdin.write('\n')
+        self.process.stdin.flush()
+        return self.read()
+
+    def stop(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+# --- the measurement
+
+def matrix_rate(dtype, n=8192, repeats=20):
+    "Floating-point operations per second of a large matrix product on this GPU."
+    a = torch.randn(n, n, device='cuda', dtype=dtype)
+    b = torch.randn(n, n, device='cuda', dtype=dtype)
+    for _ in range(5):
+        a @ b
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        a @ b
+    torch.cuda.synchronize()
+    return repeats * 2 * n**3 / (time.perf_counter() - start)
 
 def measure(label, args):
-    "One size: everybody's speed and memory, the floor, and how ours compares."
-    size = SIZES[label]
-    precision = 'bfloat16' if size.gpu else 'float32'
-    batches, corpus = load_batches(size, args.steps, args.data_dir)
-    batches, tokens = [batch.to(args.device) for batch in batches], sum(batch.n_tokens for batch in batches)
-    made = {name: contender(name, size, args.device, precision) for name in (OURS, *OTHERS)}
-    parameters = {name: count_parameters(model) for name, (model, _) in made.items()}
-    assert max(parameters.values()) < 1.01*min(parameters.values()), parameters
-    steps = ({name: step for name, (_, step) in made.items()}
-             | {'floor': floor(size.model, args.device, getattr(torch, precision))})
-    took = rounds(steps, batches, args.repeats)
-    median = {name: statistics.median(t) for name, t in took.items()}
-    memory = {name: memory_of(name, label, args) for name in (OURS, *OTHERS)}
-    def ratio(a, b): return statistics.median(x/y for x, y in zip(took[a], took[b]))
-    fastest = min(OTHERS, key=lambda name: ratio(name, OURS)) # round by round, as the ratio that is told
-    for name in (OURS, *OTHERS):
-        print(f'{label:6} {name:28} {tokens/median[name]:9,.0f} target tokens/s  {memory[name]/2**20:8,.0f} MiB')
-    found = dict(
-        tokens_per_second={name: round(tokens/median[name]) for name in (OURS, *OTHERS)},
-        peak_mib={name: round(m/2**20) for name, m in memory.items()},
-        ms_per_step={name: round(1000*t/args.steps, 2) for name, t in median.items()},
-        fastest_other=fastest, speedup=round(ratio(fastest, OURS), 3),
-        memory_ratio=round(memory[OURS]/memory[fastest], 3),
-        memory_ratio_to_least=round(memory[OURS]/min(memory[n] for n in OTHERS), 3),
-        share_of_floor=round(ratio('floor', OURS), 3), parameters=parameters[OURS], corpus=corpus,
-        precision=precision, max_tokens=size.max_tokens, target_tokens_per_step=round(tokens/args.steps, 1),
-        rounds={name: [round(t, 4) for t in ts] for name, ts in took.items()})
-    if args.switches: found |= dict(switches=measure_switches(label, args))
-    if args.device == 'cuda':
-        found |= dict(copy_ms=copies(load_batches(size, args.steps, args.data_dir)[0]))
-        rate, done = matrix_rate(getattr(torch, precision)), sum(flops(batch, size.model) for batch in batches)
-        found |= dict(matrix_tflops=round(rate/1e12, 1), share_of_matrix_rate=round(done/median[OURS]/rate, 3))
-    shown = 'speedup', 'memory_ratio', 'share_of_floor', 'share_of_matrix_rate'
-    print(f'{label:6} beside {fastest}: ' + ', '.join(f'{k} {found[k]}' for k in shown if k in found), flush=True)
-    return found | dict(model=asdict(size.model))
-
-def measure_switches(label, args):
-    """One size of ours with each switch the other way; `compiled` is given batches of few shapes,
-    and everybody the same ones.
-    """
-    size, precision = SIZES[label], 'bfloat16' if SIZES[label].gpu else 'float32'
-    batches, _ = load_batches(size, args.steps, args.data_dir, multiple=16)
-    batches, tokens = [batch.to(args.device) for batch in batches], sum(batch.n_tokens for batch in batches)
-    steps = {name: contender(name, size, args.device, precision)[1]
-             for name in SWITCHES if SWITCHES[name].get('precision') != precision}
-    steps['compiled'], began = counting_graphs(steps['compiled']), time.perf_counter()
-    for batch in batches: steps['compiled'](batch)
-    compiling = time.perf_counter() - began
-    took = rounds(steps, batches, args.repeats)
-    times = {name: round(statistics.median(t/o for t, o in zip(took[name], took[OURS])), 3) for name in steps}
-    for name, t in times.items(): print(f'{label:6} {name:28} {t:5.2f} times the time of a step as it is', flush=True)
-    return dict(times=times, compile_seconds=round(compiling, 1), graphs=steps['compiled'].graphs(),
-                shapes=len({(batch.src.shape, batch.tgt.shape) for batch in batches}),
-                tokens_per_second={name: round(tokens/statistics.median(t)) for name, t in took.items()})
-
-def counting_graphs(step):
-    "The same step, which knows how many graphs were compiled."
-    import torch._dynamo
-    torch._dynamo.utils.counters.clear()
-    def counted(batch): return step(batch)
-    counted.graphs = lambda: int(torch._dynamo.utils.counters['stats']['unique_graphs'])
-    return counted
-
-def copies(batches):
-    """Milliseconds in which the Python thread is held up by copying a batch to the GPU:
-    from ordinary memory, and from pinned.
-    """
-    found = {}
-    for name, ready, free in ('pageable', batches, False), ('pinned', [batch.pin_memory() for batch in batches], True):
-        torch.cuda.synchronize()
-        found[name] = round(1000*statistics.median(
-            seconds(lambda b: b.to('cuda', non_blocking=free), [b]) for b in ready), 4)
+    "One size: speed and memory of every system."
+    workers = {name: Worker(name, label, args) for name in (OURS, *OTHERS)}
+    rounds = {name: [] for name in workers}
+    names = list(workers)
+    try:
+        for i in range(args.rounds):
+            start = i % len(names)
+            for name in names[start:] + names[:start]:
+                rounds[name].append(workers[name].measure())
+    finally:
+        for worker in workers.values():
+            worker.stop()
+    about = {name: worker.about for name, worker in workers.items()}
+    n_tokens = about[OURS]['target_tokens']
+    parameters = [found['parameters'] for found in about.values()]
+    assert max(parameters) < 1.01 * min(parameters), about
+    median = {name: statistics.median(seconds) for name, seconds in rounds.items()}
+    fastest = min(OTHERS, key=median.get)
+    memory = {name: found['peak_mib'] for name, found in about.items()}
+    for name in names:
+        seconds = rounds[name]
+        print(f'{label:6} {name:28} {n_tokens / median[name]:9,.0f} target tokens/s '
+              f'({n_tokens / max(seconds):,.0f}-{n_tokens / min(seconds):,.0f}) {memory[name]:7,} MiB', flush=True)
+    best = min(min(rounds[name]) for name in OTHERS)
+    found = {'tokens_per_second': {name: round(n_tokens / median[name]) for name in names},
+             'peak_mib': memory, 'fastest_other': fastest,
+             'speedup_of_medians': round(median[fastest] / median[OURS], 3),
+             'speedup_of_best': round(best / min(rounds[OURS]), 3),
+             'memory_ratio': round(memory[OURS] / memory[fastest], 3),
+             'parameters': parameters[0], 'corpus': about[OURS]['corpus'], 'max_tokens': SIZES[label].max_tokens,
+             'rounds': {name: [round(t, 4) for t in seconds] for name, seconds in rounds.items()},
+             'model': asdict(SIZES[label].model)}
+    print(f"{label:6} beside {fastest}: {found['speedup_of_medians']} times as fast by medians, "
+          f"{found['speedup_of_best']} by best rounds, {found['memory_ratio']} of its memory", flush=True)
     return found
-
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--sizes', nargs='+', choices=SIZES, help='all that suit the device unless given')
-    parser.add_argument('--repeats', type=int, default=7, help='rounds that count (7)')
-    parser.add_argument('--steps', type=int, default=8, help='batches of a round (8)')
-    parser.add_argument('--threads', type=int, default=0, help="of torch; its own choice unless given")
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu', choices=['cpu', 'cuda'])
-    parser.add_argument('--data-dir', type=Path, default=ROOT.parent/'shared/data/multi30k', help='where Multi30k lies')
-    parser.add_argument('--out', type=Path, help='the record (results/train-speed.json; of a GPU train-speed-gpu.json)')
-    parser.add_argument('--switches', action='store_true',
-                        help='also ours with each switch the other way; compiling takes minutes')
-    parser.add_argument('--memory-of', choices=[OURS, *OTHERS], help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    args.sizes = args.sizes or [name for name, size in SIZES.items() if args.device == 'cuda' or not size.gpu]
-    args.name = 'train-speed-gpu' if args.device == 'cuda' else 'train-speed'
-    args.out = args.out or RESULTS/f'{args.name}.json'
-    if args.threads: torch.set_num_threads(args.threads)
-    return args
+    parser.add_argument('--sizes', nargs='+', choices=SIZES, default=['tiny', 'small'])
+    parser.add_argument('--rounds', type=int, default=7)
+    parser.add_argument('--steps', type=int, default=8, help='batches of a round')
+    parser.add_argument('--threads', type=int, default=os.cpu_count() or 1)
+    parser.add_argument('--device', default='cpu', choices=['cpu', 'cuda'])
+    parser.add_argument('--precision', default='float32', choices=['float32', 'bfloat16'])
+    parser.add_argument('--data-dir', type=Path, help='folder of Multi30k')
+    parser.add_argument('--name', default='train-speed', help='of the record')
+    parser.add_argument('--out', type=Path, help='the record (default: benchmarks/results/NAME.json)')
+    parser.add_argument('--worker', choices=[OURS, *OTHERS], help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 def main():
     args = arguments()
-    if args.memory_of:
-        size = SIZES[args.sizes[0]]
-        batches, _ = load_batches(size, args.steps, args.data_dir)
-        print(peak_memory(args.memory_of, size, args.device, 'bfloat16' if size.gpu else 'float32',
-                          [batch.to(args.device) for batch in batches]))
-        return
+    if args.worker:
+        return work(args)
     import transformers
-    metrics = {label: measure(label, args) for label in args.sizes}
-    record = dict(name=args.name, **about(), seed=SEED, metrics=metrics, repeats=args.repeats, steps=args.steps)
-    record['versions'] |= dict(transformers=transformers.__version__)
-    write_whole(args.out, json.dumps(record, indent=2) + '\n')
+    from annotated_transformer.files import atomic_write, to_json
+    from record import RESULTS, about
+    record = {'name': args.name, **about(), 'seed': SEED,
+              'settings': {name: getattr(args, name) for name in ('rounds', 'steps', 'threads', 'device', 'precision')},
+              'metrics': {label: measure(label, args) for label in args.sizes}}
+    if args.device == 'cuda':
+        record['matrix_tflops'] = round(matrix_rate(getattr(torch, args.precision)) / 1e12, 1)
+    record['versions'] |= {'transformers': transformers.__version__}
+    atomic_write(args.out or RESULTS / f'{args.name}.json', to_json(record))
 
-if __name__ == '__main__': main()
+
+if __name__ == '__main__':
+    main()
