@@ -31,6 +31,20 @@ def test_fused_attention(n, masked):
         results.append([output, *torch.autograd.grad((output * output.detach().cos()).sum(), (query, key, value))])
     for expected, found in zip(*results):
         assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    with torch.no_grad():
+        found, _ = fused_attention(query, key, value, mask)
+    assert_close(found, results[0][0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize('n_sentences, m, n, is_plain', [
+    (2, 5, 40, True), (2, 5, 41, False), (1, 5, 40, False), (2, 1, 40, False)])
+def test_plain_attention_is_for_batches_of_few_keys(n_sentences, m, n, is_plain):
+    "Where it is used, the weights are there; with gradients never."
+    query = torch.randn(n_sentences, 3, m, 4)
+    key = torch.randn(n_sentences, 3, n, 4)
+    with torch.no_grad():
+        assert (fused_attention(query, key, key)[1] is not None) == is_plain
+    assert fused_attention(query, key, key)[1] is None
 
 
 @pytest.mark.parametrize('label_smoothing', [0.0, 0.1])
@@ -121,6 +135,23 @@ def test_accelerated_model_computes_the_same(positions):
     assert_close(model(src, tgt), logits, atol=1e-4, rtol=1e-4)
     for a, b in zip(attention_maps(model, src[:1], tgt[:1]), maps): # recording still sees the weights
         assert_close(a, b)
+
+
+def test_training_step_has_the_gradients_of_the_reference():
+    "Fused attention and the chunked loss together; dropout is off."
+    torch.manual_seed(0)
+    model = Transformer(TransformerConfig(**SIZES, dropout=0.0))
+    src, tgt = torch.randint(4, 23, (2, 3, 12))
+    src[0, 7:] = 0
+    targets = tgt[:, 1:].flatten()
+    loss = label_smoothing_loss(model(src, tgt[:, :-1]).flatten(0, 1), targets, 0.1) * len(targets)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    accelerate(model)
+    hidden = model.hidden_states(src, tgt[:, :-1]).flatten(0, 1)
+    found = linear_cross_entropy(hidden, model.lm_head.weight, targets, 0.1, chunk_size=8)
+    assert_close(found, loss, atol=1e-4, rtol=1e-5)
+    for a, b in zip(torch.autograd.grad(found, list(model.parameters())), expected):
+        assert_close(a, b, atol=1e-4, rtol=1e-3)
 
 
 def test_accelerate_leaves_other_attention_functions_alone():
