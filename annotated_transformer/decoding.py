@@ -39,10 +39,10 @@ def next_token_log_probs(
 def generate(
     model: nn.Module,            # in eval mode
     src: Int[Tensor, "batch n"], # source ids with EOS, padded with PAD
-    choose: Callable,            # from log-probabilities (batch, vocab_size) to tokens (batch)
+    choose: Callable[[Tensor], Tensor], # log-probabilities (batch, vocab_size) to tokens (batch)
     max_extra_tokens: int,       # a translation has at most this many tokens more than its source
 ) -> list[list[int]]: # ids of each translation, without BOS and EOS
-    "Translate token by token, until each sentence has EOS or its maximum length."
+    "Translate token by token, until each sentence has EOS or its maximum length. Needs `no_grad`."
     encoder_output = model.encode(src)
     src_mask = padding_mask(src, PAD)
     limits = ((src != PAD).sum(1) + max_extra_tokens).clamp(max=model.config.max_len)
@@ -52,7 +52,8 @@ def generate(
         token = choose(next_token_log_probs(model, tgt, encoder_output, src_mask))
         token = token.masked_fill(finished, PAD)
         tgt = torch.cat([tgt, token[:, None]], dim=1)
-        finished = finished | (token == EOS) | (tgt.size(1) - 1 == limits)
+        length = tgt.size(1) - 1 # without BOS
+        finished = finished | (token == EOS) | (length == limits)
     return [[i for i in row if i not in (PAD, EOS)] for row in tgt[:, 1:].tolist()]
 
 @torch.no_grad()
@@ -102,7 +103,7 @@ def beam_search(
     model: nn.Module,            # in eval mode
     src: Int[Tensor, "1 n"],     # ids of one source sentence with EOS
     beam_size: int = 4,          # active hypotheses; 1 is greedy decoding
-    length_penalty: float = 0.6, # alpha in section 6.1
+    length_penalty: float = 0.6, # alpha in section 6.1, at least 0
     max_extra_tokens: int = 50,  # a translation has at most this many tokens more than its source
     n_best: int = 1,             # number of translations to return, at most `beam_size`
 ) -> list[Hypothesis]: # best first; truncated ones, without EOS, come last
@@ -117,9 +118,9 @@ def beam_search(
     finished = []
     for length in range(1, limit + 1):
         n = len(tgt)
-        next_log_probs = next_token_log_probs(
+        token_log_probs = next_token_log_probs(
             model, tgt, encoder_output.expand(n, -1, -1), src_mask.expand(n, -1, -1, -1))
-        candidates = log_prob[:, None] + next_log_probs # (n, vocab_size)
+        candidates = log_prob[:, None] + token_log_probs # (n, vocab_size)
         best, index = candidates.flatten().topk(min(2 * beam_size, candidates.numel()))
         parent = index // candidates.size(1)
         token = index % candidates.size(1)
@@ -133,8 +134,9 @@ def beam_search(
         tgt = torch.cat([tgt[parent[active]], token[active, None]], dim=1)
         log_prob = best[active]
         bound = normalized_score(log_prob[0].item(), limit, length_penalty)
-        if len(finished) == n_best and (beam_size == 1 or finished[-1].normalized_score >= bound):
-            return finished # no active hypothesis can win any more
+        if len(finished) == n_best:
+            if beam_size == 1 or finished[-1].normalized_score >= bound:
+                return finished # no active hypothesis can win any more
     for i in range(n_best - len(finished)):
         normalized = normalized_score(log_prob[i].item(), limit, length_penalty)
         finished.append(Hypothesis(tgt[i, 1:].tolist(), log_prob[i].item(), normalized))
@@ -145,7 +147,7 @@ def sampling_distribution(
     log_probs: Float[Tensor, "*batch vocab_size"], # of the next token, in nats
     temperature: float = 1.0, # below 1: sharper; above 1: flatter
     top_k: int = 0,           # keep only the k most probable tokens; 0: all
-    top_p: float = 1.0,       # keep the fewest most probable tokens that reach this probability
+    top_p: float = 1.0,       # keep the smallest set of top tokens that reaches this total
 ) -> Float[Tensor, "*batch vocab_size"]: # probabilities
     "Apply temperature, top-k, then top-p (Holtzman et al., 2020). ValueError if out of range."
     if temperature <= 0 or top_k < 0 or not 0 < top_p <= 1:
@@ -156,8 +158,8 @@ def sampling_distribution(
         probs[..., top_k:] = 0
         probs = probs / probs.sum(-1, keepdim=True)
     if top_p < 1:
-        before = probs.cumsum(-1) - probs # probability of all more probable tokens
-        probs = probs.masked_fill(before >= top_p, 0)
+        total_before = probs.cumsum(-1) - probs # probability of all tokens ranked higher
+        probs = probs.masked_fill(total_before >= top_p, 0)
     probs = torch.zeros_like(probs).scatter(-1, order, probs)
     return probs / probs.sum(-1, keepdim=True)
 
@@ -167,7 +169,7 @@ def sample(
     src: Int[Tensor, "batch n"], # source ids with EOS, padded with PAD
     temperature: float = 1.0,    # below 1: sharper; above 1: flatter
     top_k: int = 0,              # keep only the k most probable tokens; 0: all
-    top_p: float = 1.0,          # keep the fewest most probable tokens that reach this probability
+    top_p: float = 1.0,          # keep the smallest set of top tokens that reaches this total
     generator: torch.Generator | None = None, # its seed makes the draws repeatable
     max_extra_tokens: int = 50,  # a translation has at most this many tokens more than its source
 ) -> list[list[int]]: # ids of each translation, without BOS and EOS
