@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['RENDEZVOUS_TIMEOUT', 'TIMEOUT', 'Processes', 'rendezvous_store', 'init_process_group', 'destroy_process_group']
 
-# %% ../nbs/27_many_machines.ipynb #mny006
+# %% ../nbs/27_many_machines.ipynb #mny008
 import contextlib
 import gc
 import os
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-# %% ../nbs/27_many_machines.ipynb #mny007
+# %% ../nbs/27_many_machines.ipynb #mny009
 @dataclass(frozen=True)
 class Processes:
     "The processes that train together, as one of them sees it. Alone by default."
@@ -59,7 +59,7 @@ class Processes:
         return parallel
 
     def no_sync(self, module: nn.Module, enabled: bool = True):
-        "A context in which gradients are only added up locally: for all but the last of several backward passes."
+        "A context in which gradients are only added up locally: for every backward pass of a step but the last."
         if not enabled or self.size == 1:
             return contextlib.nullcontext()
         return module.no_sync()
@@ -70,9 +70,8 @@ class Processes:
             for parameter in module.parameters():
                 dist.broadcast(parameter.data, 0)
 
-# %% ../nbs/27_many_machines.ipynb #mny010
-RENDEZVOUS_TIMEOUT = timedelta(minutes=1) # to find each other; then torchrun starts all processes again
-
+# %% ../nbs/27_many_machines.ipynb #mny012
+RENDEZVOUS_TIMEOUT = timedelta(minutes=1) # for finding each other; then torchrun starts all processes again
 TIMEOUT = timedelta(minutes=30)           # for a collective: rank 0 may be preparing data or validating
 
 def rendezvous_store() -> dist.Store | None: # None: PyTorch's own

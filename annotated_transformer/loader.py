@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['WINDOW', 'BLOCK', 'PartialBatch', 'make_rng', 'round_up', 'check_lengths', 'pad_to', 'batch_starts', 'windows',
-           'bucket', 'TrainingLoader', 'to_device']
+           'bucket', 'as_list', 'TrainingLoader', 'to_device']
 
 # %% ../nbs/38_loader.ipynb #ldr004
 import math
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Integer
 
-from .batches import Batch, Pair, collate
+from .batches import Batch, collate
 from .vocabulary import PAD
 
 # %% ../nbs/38_loader.ipynb #ldr006
@@ -112,6 +112,10 @@ def bucket(
     return [batches[i] for i in rng.permutation(len(batches))]
 
 # %% ../nbs/38_loader.ipynb #ldr011
+def as_list(ids: Sequence[int] | np.ndarray) -> Sequence[int]:
+    "Return ids as Python numbers, which are faster to collate than those of an array."
+    return ids.tolist() if isinstance(ids, np.ndarray) else ids
+
 class TrainingLoader:
     """The batches of each epoch, as a function of seed and epoch alone. Each process gets its rows of every batch.
 
@@ -120,7 +124,7 @@ class TrainingLoader:
     """
     def __init__(
         self,
-        pairs: Sequence[Pair] | Callable[[int], Sequence[Pair]], # or a function that makes the pairs of each epoch
+        pairs: Sequence | Callable[[int], Sequence], # of `Pair`, also with arrays as ids; or a function of the epoch
         max_tokens: int,             # padded tokens of a batch on either side, at most, over all processes
         seed: int = 0,
         shuffle: bool = True,        # False: shortest first, the same in every epoch
@@ -185,7 +189,10 @@ class TrainingLoader:
 
     def batch(self, rows: np.ndarray) -> PartialBatch:
         "Collate this process's rows of a batch."
-        own = [self.pairs[i] for i in rows[self.rank::self.world_size].tolist()]
+        own = []
+        for i in rows[self.rank::self.world_size].tolist():
+            src, tgt = self.pairs[i]
+            own.append((as_list(src), as_list(tgt)))
         batch = collate(own)
         n_tokens = int(self.lengths[rows, 1].sum())
         src = batch.src

@@ -1,0 +1,94 @@
+"Several processes make the steps of one."
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from annotated_transformer.distributed import Processes, init_process_group, rendezvous_store
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_alone_nothing_is_communicated():
+    alone = Processes()
+    layer = torch.nn.Linear(2, 2)
+    assert alone.is_main_process and alone.all_reduce_sum(1, 2.5) == [1.0, 2.5]
+    assert alone.wrap(layer) is layer and not alone.any(False) and alone.any(True)
+    alone.barrier()
+    alone.broadcast_parameters(layer)
+    with alone.no_sync(layer):
+        pass
+
+
+def test_a_process_started_by_itself_is_alone(monkeypatch):
+    for name in ('WORLD_SIZE', 'TORCHELASTIC_USE_AGENT_STORE'):
+        monkeypatch.delenv(name, raising=False)
+    assert init_process_group() == Processes()
+    assert rendezvous_store() is None
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '2')
+    assert Processes().restarted
+
+
+SCRIPT = '''
+import torch
+from annotated_transformer.distributed import destroy_process_group, init_process_group
+from annotated_transformer.loader import TrainingLoader
+from annotated_transformer.trainer import LossModule, TrainConfig, train_step
+from annotated_transformer.training import make_optimizer
+from annotated_transformer.transformer import Transformer, TransformerConfig
+
+processes = init_process_group()
+assert processes.all_reduce_sum(processes.rank)[0] == sum(range(processes.size))
+generator = torch.Generator().manual_seed(0)
+lengths = torch.randint(2, 12, (200,), generator=generator).tolist()
+rows = [torch.randint(4, 20, (n,), generator=generator).tolist() for n in lengths]
+torch.manual_seed(processes.rank) # wrapping gives all processes the weights of rank 0
+model = Transformer(TransformerConfig(vocab_size=20, n_layers=1, d_model=16, d_ff=32, n_heads=2, dropout=0.0))
+model.double()
+loader = TrainingLoader([(row, row) for row in rows], 200, rank=processes.rank, world_size=processes.size)
+loss_module = processes.wrap(LossModule(model, TrainConfig()))
+optimizer = make_optimizer(model)
+batches = iter(loader.epoch(0))
+losses = []
+for _ in range(4):
+    losses.append(train_step(loss_module, [next(batches), next(batches)], optimizer, 1e-3, processes=processes))
+weights = sum(p.double().sum().item() for p in model.parameters())
+assert abs(processes.all_reduce_sum(weights)[0] / processes.size - weights) < 1e-12
+if processes.is_main_process:
+    print(*losses)
+loss_module = None
+destroy_process_group(processes)
+'''
+
+
+def start(rank, port, path):
+    "Start one of two processes as `torchrun` does."
+    env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'WORLD_SIZE': '2', 'RANK': str(rank),
+                        'LOCAL_RANK': str(rank), 'MASTER_ADDR': 'localhost', 'MASTER_PORT': str(port)}
+    return subprocess.Popen([sys.executable, str(path)], env=env, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason='this PyTorch has no torch.distributed')
+def test_two_processes_make_the_steps_of_one(tmp_path, capsys):
+    "With two accumulated batches for each step."
+    path = tmp_path / 'steps.py'
+    path.write_text(SCRIPT)
+    with socket.socket() as found:
+        found.bind(('localhost', 0))
+        port = found.getsockname()[1]
+    started = [start(rank, port, path) for rank in (0, 1)]
+    runpy.run_path(str(path)) # alone, in this process
+    alone = [float(loss) for loss in capsys.readouterr().out.split()]
+    outputs = [process.communicate(timeout=120) for process in started]
+    for process, (_, errors) in zip(started, outputs):
+        assert process.returncode == 0, errors[-2000:]
+    together = [float(loss) for loss in outputs[0][0].split()]
+    assert len(alone) == 4
+    torch.testing.assert_close(torch.tensor(together, dtype=torch.float64), torch.tensor(alone, dtype=torch.float64),
+                               rtol=1e-9, atol=0)
