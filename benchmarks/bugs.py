@@ -4,7 +4,7 @@
 Writes results/bugs.json: the failed checks, the training losses and the share of sequences that the trained
 model reverses correctly, for each bug. The page 45_finding_bugs plots it.
 
-    python benchmarks/bugs.py                     # all bugs: about a quarter of an hour of one core
+    python benchmarks/bugs.py                     # all bugs: about ten minutes of one core
     python benchmarks/bugs.py --only 'batch norm' # one bug, the others stay as recorded
     python benchmarks/bugs.py --no-training       # the checks alone: about two minutes
 
