@@ -308,8 +308,8 @@ def fill_stack(spec, names: dict, stack: nn.Module, positions: nn.Module, c: Tra
             fill_slot(find_slot(layer_spec, path), [layer.get_submodule(part) for part in parts])
 
 # %% ../nbs/33_other_implementations.ipynb #int025
-def ctranslate2_spec(model: Transformer, tokenizer: Tokenizer):
-    "Describe a model as a `ctranslate2.specs.TransformerSpec`. Raises ValueError for what CTranslate2 cannot represent."
+def ctranslate2_spec(model: nn.Module, tokenizer: Tokenizer):
+    "Return a model as a `ctranslate2.specs.TransformerSpec`. Raises ValueError for what that cannot represent."
     library = ctranslate2_library()
     c = model.config
     require(c, 'CTranslate2', ('transformer', 'marian', 'relative'),
@@ -345,8 +345,8 @@ def export_ctranslate2(
 ) -> Path: # `folder`, which `ctranslate2.Translator` and `CTranslate2Translator` read
     """Convert a model folder into a CTranslate2 model.
 
-    Raises ImportError without CTranslate2, ValueError for what it cannot represent (ALiBi, own d_k or d_v, pruned heads,
-    recurrent models) or an unknown quantization, FileExistsError if `folder` exists.
+    Raises ImportError without CTranslate2, FileExistsError if `folder` exists, ValueError for an unknown quantization
+    or for what CTranslate2 cannot represent: ALiBi, own d_k or d_v, pruned heads, recurrent models.
     """
     known = ctranslate2_library().specs.model_spec.ACCEPTED_MODEL_TYPES
     if quantization is not None and quantization not in known:
@@ -409,7 +409,7 @@ class CTranslate2Translator:
         return best
 
     def hypotheses(self, sources, max_length: int, config: DecodingConfig) -> list[list[tuple[list[str], float]]]:
-        "Return finished hypotheses of each sentence, EOS included, and their log-probabilities divided by their lengths."
+        "Return hypotheses of each sentence, EOS included, and their log-probabilities divided by their lengths."
         patience = config.patience or 1.0
         found = self.translator.translate_batch(
             [list(tokens) for tokens in sources], beam_size=config.beam_size, patience=patience, length_penalty=1.0,

@@ -35,7 +35,7 @@ ACTIVATIONS = {'relu': F.relu, 'gelu': F.gelu, 'swish': F.silu}
 
 @dataclass(frozen=True)
 class MarianConfig(TransformerConfig):
-    "The sizes of a Marian model. Raises ValueError as TransformerConfig does, and for other norms, positions or head sizes."
+    "The sizes of a Marian model. Raises ValueError for values out of range, and for what Marian models do not have."
     activation: Literal['relu', 'gelu', 'swish'] = 'swish' # in the feed-forward networks
     scale_embedding: bool = True                           # multiply embeddings by sqrt(d_model), as the paper does
 
@@ -82,7 +82,7 @@ class UnscaledEmbedding(nn.Embedding):
         return super().forward(ids) / self.embedding_dim ** 0.5
 
 class MarianTransformer(Transformer):
-    "The Transformer with Marian's positions, activation and output bias. It trains, decodes and saves like `Transformer`."
+    "A Transformer with Marian's positions, activation and output bias. It trains and decodes like `Transformer`."
     def __init__(self, config: MarianConfig):
         super().__init__(config)
         c = config
@@ -284,8 +284,8 @@ def special_rows(folder: Path, config: dict, pieces: list[str]) -> list[int | No
     rows = [pad, start, config['eos_token_id'], pieces.index('<unk>')]
     for row in rows if pad is not None else rows[1:]:
         if not isinstance(row, int) or not 0 <= row < len(pieces) or rows.count(row) > 1:
-            raise ValueError(f'{folder}/config.json: the id {row!r} of a special token is not one of {len(pieces)} ids, '
-                             'or is used twice')
+            raise ValueError(f'{folder}/config.json: the id {row!r} of a special token is used twice, '
+                             f'or is not one of {len(pieces)} ids')
     return rows
 
 def read_marian_tokenizer(
@@ -325,7 +325,8 @@ def read_marian_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]: # the f
     "Read model.safetensors or pytorch_model.bin. Raises FileNotFoundError or ValueError; executes nothing in the file."
     paths = [folder / name for name in ('model.safetensors', 'pytorch_model.bin') if (folder / name).is_file()]
     if not paths:
-        raise FileNotFoundError(f'{folder} is not a Marian folder: it has neither model.safetensors nor pytorch_model.bin')
+        raise FileNotFoundError(f'{folder} is not a Marian folder: '
+                                'it has neither model.safetensors nor pytorch_model.bin')
     path = paths[0]
     try:
         if path.suffix == '.safetensors':
