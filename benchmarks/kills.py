@@ -1,15 +1,13 @@
 #!/usr/bin/env python3
-"""Train a small model, killing the process (SIGKILL) at random moments and starting it again each time,
-until it is done; then compare every byte of weights, optimizer state and log with those of a run
-that was never killed.
+"""Train a small model, kill the process (SIGKILL) at random moments and restart it each time, until it is done.
+Then compare every byte of weights, optimizer state and log with those of a run that was never killed.
 
     python benchmarks/kills.py                            # 20 kills; the record is results/kills.json
     python benchmarks/kills.py --kills 4 --record /dev/null
 
-Every other kill is aimed at the disk: it falls just before a sync or a rename, at random the
-how-manieth of the process, half of them in a save. Those between fall at any moment, and each sync
-and rename takes some milliseconds longer than it would, so that they meet saves too. What a run was
-doing when it was killed is read off the files that it left.
+Every other kill strikes just before a sync or a rename of a file, chosen at random. The kills between strike at
+any moment; each sync and rename is slowed down by some milliseconds, so that these kills hit saves, too. The files
+that a killed run left show what it was doing.
 """
 import argparse
 import itertools
@@ -43,14 +41,14 @@ PAIRS = [([4 + (7 * i + j) % 36 for j in range(2 + i % 6)],
           [4 + (5 * i + j) % 36 for j in range(2 + i % 5)]) for i in range(300)]
 
 def train(out: Path, steps: int) -> None:
-    "The run, from wherever its folder is."
+    "Train, or resume from the folder's last checkpoint."
     torch.manual_seed(SETTINGS.seed)
     batches = TrainingLoader(PAIRS[:280], SETTINGS.max_tokens, seed=SETTINGS.seed)
     val_batches = list(TrainingLoader(PAIRS[280:], 500, shuffle=False).epoch(0))
     Trainer(Transformer(MODEL), batches, val_batches, replace(SETTINGS, max_steps=steps), out, progress_bar=False).fit()
 
 def slow_disk(pause: float, fuse: int | None) -> None:
-    "Make every sync and rename of this process late, and kill it before one of them, if a number is given."
+    "Slow down every sync and rename of this process; kill it before the one with number `fuse`."
     count = itertools.count(1)
     def late(f):
         def slow(*args, **options):
@@ -61,11 +59,11 @@ def slow_disk(pause: float, fuse: int | None) -> None:
     os.fsync, os.replace = late(os.fsync), late(os.replace)
 
 def start(out: Path, steps: int, pause: float, fuse: int | None = None) -> int:
-    "The run in a process of its own. It is a fork, so that torch need not be loaded each time."
+    "Start the run in a forked process, which need not import torch again."
     child = os.fork()
     if child: return child
     try:
-        tqdm.set_lock(threading.RLock())                # its own is shared by forks, and a killed one would keep it
+        tqdm.set_lock(threading.RLock())                # a killed process would keep the lock that forks share
         slow_disk(pause, fuse)
         train(out, steps)
         os._exit(0)
@@ -74,18 +72,18 @@ def start(out: Path, steps: int, pause: float, fuse: int | None = None) -> int:
         os._exit(1)
 
 def ended(child: int, seconds: float) -> bool:
-    "Whether the run came to its end in that time; killed if not. RuntimeError if it failed."
+    "Wait for the run to end, or kill it after some seconds; return whether it ended. Raises RuntimeError if it failed."
     until = time.monotonic() + seconds
     while not (left := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until: time.sleep(0.001)
     if not left[0]:
         os.kill(child, signal.SIGKILL)
         left = os.waitpid(child, 0)
     if os.WIFSIGNALED(left[1]): return False
-    if left[1]: raise RuntimeError('the run failed instead of going on')
+    if left[1]: raise RuntimeError('the run failed instead of resuming')
     return True
 
 def phase(out: Path, since: float) -> str:
-    "What a run that was killed after `since` was doing, by what it left."
+    "Return what a run was doing when it was killed, from the files that changed after `since`."
     changed = {p.name: p for folder in (out, out / 'checkpoints') for p in folder.glob('*')
                if p.stat().st_ctime >= since}
     last, log = max((p.name for p in list_checkpoints(out)), default=''), out / 'log.jsonl'
@@ -95,7 +93,7 @@ def phase(out: Path, since: float) -> str:
         files = [p.name for p in folder.iterdir()]
         if 'manifest.json' in files: return 'saving: complete, without its name'
         return 'saving: in a file' if any(file.endswith('.tmp') for file in files) else 'saving: between two files'
-    if any(name.endswith('.tmp') for name in changed): return 'writing the log anew, or the finished model'
+    if any(name.endswith('.tmp') for name in changed): return 'rewriting the log, or writing the finished model'
     rows = read_log(log) if log.exists() else []
     if last in changed and rows[-1]['step'] == int(last[5:]): return 'just saved'
     if any('val_loss' in row and row['step'] > int(last[5:] or 0) for row in rows):
@@ -103,7 +101,7 @@ def phase(out: Path, since: float) -> str:
     return 'training'
 
 def result(out: Path) -> dict[str, bytes]:
-    "All that must be the same, by file. Times are left out: they are the clock's, not the run's."
+    "Return the content of all files that must be equal, without times."
     files = [out / name for name in ('log.jsonl', 'config.json', 'model.safetensors')]
     files += [folder / name for folder in list_checkpoints(out) for name in ('config.json', 'model.safetensors', 'state.pt')]
     progress = {folder: json.loads((folder / 'progress.json').read_text()) | dict(minutes=0)
@@ -114,19 +112,19 @@ def result(out: Path) -> dict[str, bytes]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--kills', type=int, default=20)
-    parser.add_argument('--seed', type=int, default=1, help='of the moments')
-    parser.add_argument('--steps', type=int, default=160, help='of the run')
-    parser.add_argument('--pause', type=float, default=0.004, help='seconds that each sync and each rename is late')
+    parser.add_argument('--seed', type=int, default=1, help='seed of the random moments')
+    parser.add_argument('--steps', type=int, default=160, help='steps of the run')
+    parser.add_argument('--pause', type=float, default=0.004, help='seconds by which each sync and rename is slowed down')
     parser.add_argument('--record', type=Path, default=RESULTS / 'kills.json')
     args = parser.parse_args()
     torch.set_num_threads(1)
     moments, place, kills, runs = random.Random(args.seed), Path(tempfile.mkdtemp()), [], 0
-    # what torch loads late is loaded here, once, and not in every fork
+    # what torch imports late is imported here once, and not in every fork
     train(place / 'warm', 1)
     began = time.monotonic()
     assert ended(start(place / 'whole', args.steps, args.pause), 600)
     lasted, wanted = time.monotonic() - began, result(place / 'whole')
-    while len(kills) < args.kills:                      # a run that ends before all kills is followed by another
+    while len(kills) < args.kills:                      # if a run ends before all kills, start another
         runs += 1
         out, done = place / f'killed-{runs}', False
         while not done:
@@ -142,7 +140,7 @@ def main():
         parted = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
         if parted:
             raise SystemExit(f'run {runs}, killed {sum(k["run"] == runs for k in kills)} times, '
-                             f'parts from the whole one in {parted}; see {place}')
+                             f'differs from the run that was never killed in {parted}; see {place}')
         print(f'run {runs}: {len(found)} files, all equal to those of the run never killed', flush=True)
     during = dict(Counter(kill['during'] for kill in kills).most_common())
     record = dict(name='kills', **about(), seed=args.seed,

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""What a corpus larger than memory costs: toy EN-DE pairs written to two files, encoded onto disk, trained from.
+"""Measure what a corpus larger than memory costs: toy EN-DE pairs are written to files, encoded on disk, and trained on.
 
-    python benchmarks/large_corpus.py # 250 thousand, 500 thousand, 1 million; the record in results/
-    python benchmarks/large_corpus.py --sizes 2000 4000 --out - # a rehearsal, printed alone
+    python benchmarks/large_corpus.py # 250,000, 500,000 and 1,000,000 pairs; writes results/large-corpus.json
+    python benchmarks/large_corpus.py --sizes 2000 4000 --out - # try the script; prints the results only
 
-Each size is prepared, and trained from, by a process of its own, so that its memory is its own. The
-files of the smaller sizes are the beginning of the largest's. Ten million is read off the straight
-line through the measured times.
+Each size is prepared and trained on in a separate process, so that peak memory is measured for each. A straight line
+through the measured times predicts the time for ten million pairs.
 """
 import argparse
 import json
@@ -51,7 +50,7 @@ def padding_share(batches) -> float:
 def rss_mb() -> float: return psutil.Process().memory_info().rss/1e6
 
 def cpu_seconds() -> float:
-    "Of this process and those of its children that have ended."
+    "Return the CPU time of this process and of its finished child processes."
     return sum(u.ru_utime + u.ru_stime
                for u in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 
@@ -62,7 +61,7 @@ def corpus(folder: Path, n: int):
 def generate(
     folder: Path, sizes: list[int], seed: int
 ) -> dict[int, float]: # {size: seconds until so many were written}
-    "Write the pairs of the largest size, and of the others on the way."
+    "Write the pairs of all sizes; the smaller files are the beginning of the largest."
     began, seconds = time.perf_counter(), {}
     files = {n: [open(folder/f'{n}.{lang}', 'w', encoding='utf-8') for lang in ('en', 'de')] for n in sizes}
     for i, pair in enumerate(islice(toy_pairs('train', seed), max(sizes)), 1):
@@ -76,7 +75,7 @@ def generate(
     return seconds
 
 def prepare(folder: Path, n: int) -> dict:
-    "Encode a size; the tokenizer is there, so that its learning, from a sample, is not in the figures."
+    "Encode the pairs of one size with a tokenizer that is trained already."
     found, tokenizer = corpus(folder, n), load_tokenizer(folder/'tokenizer.json')
     began = time.perf_counter()
     pairs = open_pairs(found['train'], tokenizer, found.langs, MAX_LEN, folder/'encoded')
@@ -89,7 +88,7 @@ def prepare(folder: Path, n: int) -> dict:
                 kept=len(pairs), dropped=pairs.dropped, encoded_mb=encoded/1e6, tokens=pairs.tokens)
 
 def train(folder: Path, n: int, steps: int) -> dict:
-    "Some steps of `tiny`, then a whole epoch of the loader alone, which looks at every pair."
+    "Train the tiny model for some steps; then run one epoch of the loader alone."
     torch.manual_seed(0)
     found, tokenizer = corpus(folder, n), load_tokenizer(folder/'tokenizer.json')
     pairs = open_pairs(found['train'], tokenizer, found.langs, MAX_LEN, folder/'encoded', progress_bar=False)
@@ -116,7 +115,7 @@ def train(folder: Path, n: int, steps: int) -> dict:
                 rss_after_steps_mb=after_steps, rss_mb=max(most, rss_mb()))
 
 def measure(stage: str, folder: Path, n: int, steps: int) -> dict:
-    "Run a stage in a process of its own."
+    "Run a stage in a new process, and return its results."
     command = [sys.executable, __file__, '--stage', stage,
                '--folder', str(folder), '--sizes', str(n), '--steps', str(steps)]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
@@ -126,7 +125,7 @@ def rounded(value):
     return float(f'{value:.4g}') if isinstance(value, float) else value
 
 def line(rows: list[dict]) -> dict:
-    "Preparation as a straight line, and what it says of ten million."
+    "Fit preparation times by a straight line, and predict ten million pairs."
     slope, start = np.polyfit([row['pairs']/1e6 for row in rows], [row['prepare_seconds'] for row in rows], 1)
     fitted = [start + slope*row['pairs']/1e6 for row in rows]
     off = max(abs(f/row['prepare_seconds'] - 1) for f, row in zip(fitted, rows))
@@ -144,12 +143,12 @@ def table(rows: list[dict]) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--sizes', type=int, nargs='+', default=[250_000, 500_000, 1_000_000], help='pairs')
-    parser.add_argument('--steps', type=int, default=15, help='of training, at each size')
-    parser.add_argument('--seed', type=int, default=1, help='of the sentences')
+    parser.add_argument('--steps', type=int, default=15, help='training steps at each size')
+    parser.add_argument('--seed', type=int, default=1, help='seed of the sentences')
     parser.add_argument('--folder', type=Path,
-                        help='where the files go; a temporary folder, removed in the end, unless given')
-    parser.add_argument('--out', default='large-corpus', help='name of the record in results/; -: none')
-    parser.add_argument('--note', default='', help='what a reader of the record should know: was the machine shared?')
+                        help='folder of the files (default: a temporary folder)')
+    parser.add_argument('--out', default='large-corpus', help='name of the record in results/; -: write no record')
+    parser.add_argument('--note', default='', help='a note for readers of the record, for example whether the machine was shared')
     parser.add_argument('--stage', choices=['prepare', 'train'], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.stage:

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""What each setting of the Multi30k recipe is worth: one change at a time, scored on `val` alone.
+"""Measure what each setting of the Multi30k recipe is worth: one change at a time, scored on `val` only.
 
-    python benchmarks/recipe.py --data-dir DIR # several at a time with --jobs 6, on a GPU say
+    python benchmarks/recipe.py --data-dir DIR # --jobs 6 trains six at a time, for example on a GPU
     python benchmarks/recipe.py --data-dir DIR --epochs 6 --only dropout 'R-Drop'
 
-Every variant is `annotated-transformer train --recipe multi30k-en-de` with other flags, all for as many
-epochs, in a folder of its own under --runs: what was stopped goes on when the same command is given again, and
-what the record holds of the same settings is not trained again. The recipe itself is trained with three seeds,
-whose spread says how far chance alone parts two runs. How to average and how to search cost no training and are
-tried on the recipe's first seed. The test splits are not looked at.
+Every variant is `annotated-transformer train --recipe multi30k-en-de` with other flags and the same number of epochs, in
+a folder under --runs. Run the same command again to resume; variants that are in the record are not trained again. The
+recipe itself is trained with three seeds, whose spread shows how much two runs differ by chance. Averaging and decoding
+settings need no training: they are tried with the recipe's first seed. No test split is used.
 """
 import argparse
 import json
@@ -51,7 +50,7 @@ SEARCHES = {'greedy': dict(beam_size=1)} | {
     for beam in (4, 5, 8) for penalty in (0.6, 1.0, 1.4, 1.7)}
 
 def train(name: str, flags: str, args) -> Path:
-    "One variant, trained to its end: its folder."
+    "Train one variant, and return its folder."
     out = args.runs / name.replace(' ', '-').replace(',', '')
     command = [sys.executable, '-m', 'annotated_transformer', 'train', '--recipe', RECIPE,
                '--data-dir', str(args.data_dir), '--max-epochs', str(args.epochs),
@@ -61,14 +60,14 @@ def train(name: str, flags: str, args) -> Path:
     return out
 
 def scored(folder: Path, flags: str, pairs) -> dict:
-    "A trained variant's row."
+    "Score a trained variant: its row of the record."
     translator = Translator.load(folder)
     found, progress = evaluate(translator, pairs, **SEARCH)[0], translator.training['progress']
     return dict(flags=flags, val_bleu=found.bleu, val_chrf=found.chrf, signature=found.signature,
                 minutes=progress['minutes'], steps=progress['step'], date=str(date.today()))
 
 def averaged(folder: Path, pairs) -> dict[str, float]:
-    "BLEU of the last checkpoint of a trained run, and of averages of the last ones."
+    "Return BLEU of a run's last checkpoint, and of averages of its last checkpoints."
     kept, found = list_checkpoints(folder), {}
     if len(kept) < max(AVERAGES): raise SystemExit(f'{folder} has {len(kept)} checkpoints left, not {max(AVERAGES)}')
     with tempfile.TemporaryDirectory() as room:
@@ -78,12 +77,12 @@ def averaged(folder: Path, pairs) -> dict[str, float]:
     return found
 
 def searched(folder: Path, pairs) -> dict[str, float]:
-    "BLEU of a trained run's model by how it is searched."
+    "Return BLEU of a trained model for each decoding setting."
     model = Translator.load(folder)
     return {name: evaluate(model, pairs, **search)[0].bleu for name, search in SEARCHES.items()}
 
 def recorded(args) -> dict:
-    "The record, if there is one. SystemExit for one of another recipe, settings or machine."
+    "Return the record so far, or an empty one. Exits if it belongs to another recipe, other settings or another machine."
     same = {'epochs': args.epochs, 'flags': args.flags, 'search': SEARCH, 'recipe': RECIPES[RECIPE],
             'machine': machine()}
     if not args.out.exists(): return same
@@ -93,16 +92,16 @@ def recorded(args) -> dict:
     return record
 
 def wanted(name: str, only: list[str]) -> bool:
-    "Whether a variant is asked for, by its whole name or a part that is no other variant's name."
+    "Return whether a variant is selected, by its name or by a part that is not another variant's name."
     return not only or name in only or any(part in name for part in only if part not in VARIANTS)
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--data-dir', type=Path, required=True, help='holds the files of Multi30k')
-    parser.add_argument('--epochs', type=int, default=40, help='of every variant')
-    parser.add_argument('--flags', default='', help="further flags of every variant: '--precision bfloat16', say")
+    parser.add_argument('--data-dir', type=Path, required=True, help='folder with the files of Multi30k')
+    parser.add_argument('--epochs', type=int, default=40, help='epochs of every variant')
+    parser.add_argument('--flags', default='', help="more flags for every variant, for example '--precision bfloat16'")
     parser.add_argument('--only', nargs='*', default=[],
-                        help='variants of these names, or with one of these in their name, besides the recipe itself')
+                        help='train only variants with these words in their names, and the recipe itself')
     parser.add_argument('--jobs', type=int, default=1, help='variants trained at the same time')
     parser.add_argument('--runs', type=Path, default=Path('runs/recipe'), help='folder of the runs')
     parser.add_argument('--out', type=Path, default=RESULTS / 'recipe.json', help='the record')
@@ -117,7 +116,7 @@ def main():
             rows[name] = scored(out, missing[name], val)
             print(f"{name:<28} val BLEU {rows[name]['val_bleu']:.2f}, {rows[name]['minutes']:.1f} minutes", flush=True)
             if name == FIRST: record |= dict(averages=averaged(out, val))
-    if FIRST in missing or record['searches'].keys() != SEARCHES.keys(): # what is finished is not trained again
+    if FIRST in missing or record['searches'].keys() != SEARCHES.keys(): # a finished run is not trained again
         record |= dict(searches=searched(train(FIRST, SEEDS[FIRST], args), val))
     seeds = [rows[name]['val_bleu'] for name in SEEDS]
     rows = {name: rows[name] for name in SEEDS | VARIANTS if name in rows}

@@ -15,7 +15,6 @@ import platform
 import shlex
 import sys
 import time
-from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
@@ -24,8 +23,8 @@ from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.files import atomic_write, checksum
 from annotated_transformer.large_corpora import available_cores
 from annotated_transformer.recipe import evaluate, versions
-from annotated_transformer.scoring import (
-    TOKENIZED, bleu_interval, lowercased_tokenized_bleu, score, score_by_length, tokenized_bleu)
+from annotated_transformer.score_report import report
+from annotated_transformer.scoring import bleu_interval, tokenized_bleu
 from annotated_transformer.transformer import count_parameters
 from annotated_transformer.translator import Translator
 
@@ -46,23 +45,10 @@ def about() -> dict:
     command = ['python', f'benchmarks/{Path(sys.argv[0]).name}', *sys.argv[1:]]
     return {'command': shlex.join(command), 'machine': machine(), 'date': str(date.today()), 'versions': versions()}
 
-def report(translations: list[str], references: list[str], lang: str) -> dict:
-    "Return everything that we measure of plain text."
-    found = asdict(score(translations, references))
-    interval = bleu_interval(translations, references)
-    older, signature = lowercased_tokenized_bleu(translations, references, lang)
-    groups = score_by_length(translations, references)
-    return found | {
-        'bleu_mean': interval.mean, 'bleu_half_width': interval.half_width,
-        'bleu_interval_signature': interval.signature,
-        'lowercased_tokenized_bleu': older, 'lowercased_tokenized_signature': signature,
-        'by_length': {name: {'bleu': part.bleu, 'chrf': part.chrf, 'sentences': part.sentences}
-                      for name, part in groups.items()}}
-
 def report_tokenized(translations: list[str], references: list[str]) -> dict:
     "Return what we measure of text that is lower-cased and tokenized already: BLEU as older papers compute it."
     bleu, signature = tokenized_bleu(translations, references)
-    interval = bleu_interval(translations, references, **TOKENIZED)
+    interval = bleu_interval(translations, references, lowercase=True, tokenize='none', force=True)
     return {'lowercased_tokenized_bleu': bleu, 'lowercased_tokenized_signature': signature,
             'sentences': len(references), 'lowercased_tokenized_half_width': interval.half_width,
             'lowercased_tokenized_interval_signature': interval.signature}

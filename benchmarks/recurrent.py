@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the Transformer replaced, beside it: LSTMs with attention, with as many parameters, on the same batches.
+"""Compare the Transformer with LSTMs with attention that have as many parameters, on the same batches.
 
 
     python benchmarks/recurrent.py # toy EN-DE: rates, training, decoding; about 20 minutes of one core
@@ -8,12 +8,11 @@
         --only 'LSTM, dot' --rate 0.008 --minutes 2 --slice 30
     python benchmarks/recurrent.py --minutes 0.1 --sweep-steps 20 --sentences 20 --out /tmp/recurrent.json
 
-Each model's clock counts the processor time of its own updates, with one thread: validation and
-decoding are not on it. The models learn in turns, `--slice` seconds each, so that a machine that
-slows down is slow for all. The highest learning rate of each family is the best of some, by the loss
-on `val` of toy EN-DE after `--sweep-steps` updates; Multi30k takes it from the record. A corpus'
-figures join those that the record holds, after every round. Ctrl-C ends the training after the round
-that runs, and what has been learned is scored. Rates that the record holds are not tried again.
+Each model's time is the processor time of its optimizer steps, with one thread, without validation and decoding. The
+models train in turns, `--slice` seconds each, so that a slow phase of the machine affects all of them. The peak
+learning rate of each family is the best of several, by the loss on `val` of toy EN-DE after `--sweep-steps` steps;
+Multi30k takes it from the record. Results are added to the record after every round. Ctrl-C ends the training after
+the current round, and the models are scored. Learning rates that are in the record are not tried again.
 """
 import argparse
 import json
@@ -51,7 +50,7 @@ EDGES = {'toy-ende': (6, 9, 12, 16, 20, 24), 'multi30k': (7, 10, 13, 16, 20)}
 
 
 class Task:
-    "A corpus as ids, and the settings of three models with as many parameters."
+    "A corpus as ids, and the settings of three models with the same number of parameters."
     def __init__(self, name, data_dir):
         config = CorpusConfig(name, pair='en-de', data_dir=data_dir)
         run = default_run(config)
@@ -67,7 +66,7 @@ class Task:
         self.val = list(BatchLoader(val, 4000, shuffle=False).epoch(0))
 
     def equal(self, transformer, attention):
-        "A recurrent model, the even width of which makes its parameters as many as they can be made."
+        "Return the recurrent configuration whose number of parameters is closest to the Transformer's."
         wanted, c = count_parameters(build_model(transformer)), transformer
         configs = [RecurrentConfig(c.vocab_size, 2, d, attention, c.dropout, c.max_len)
                    for d in range(c.d_model, 2*c.d_model, 2)]
@@ -90,7 +89,7 @@ class Learner:
             epoch += 1
 
     def update(self):
-        "One more batch."
+        "Train on one more batch."
         c, batch, began = self.task.training, next(self.batches), time.process_time()
         seed_step(SEED, self.step + 1)
         train_step(self.objective, [batch], self.optimizer,
@@ -99,7 +98,7 @@ class Learner:
             self.step + 1, self.tokens + batch.n_tokens, self.seconds + time.process_time() - began)
 
     def learn(self, until):
-        "Until the clock shows so many seconds; then validate."
+        "Train until the model's time is over; then validate."
         self.model.train()
         while self.seconds < until: self.update()
         return self.note()
@@ -114,7 +113,7 @@ class Learner:
 def family(name): return name.split(',')[0]
 
 def sweep(task, steps, out):
-    "Join to the record {family: {rate: val loss}}, for rates that it has not; the additive LSTM stands for both."
+    "Add validation losses for each family and learning rate to the record; the additive LSTM stands for both."
     found = join(out).get('sweep', {}).get('val_loss', {})
     for name in ('Transformer', 'LSTM, additive'):
         losses = found.setdefault(family(name), {})
@@ -126,7 +125,7 @@ def sweep(task, steps, out):
             join(out, sweep=dict(steps=steps, val_loss=found))
 
 def decode(task, learner, sentences):
-    "Scores, also by length; what decoding took; and where the decoder looked in one sentence."
+    "Return scores, also by length; decoding times; and the attention weights for one sentence."
     translator, took = Translator(learner.model.eval(), task.tokenizer), {}
     pairs = [pair for split in TESTS[task.corpus.name] for pair in task.corpus[split][:sentences]]
     texts, references = map(list, zip(*pairs))
@@ -145,14 +144,14 @@ def decode(task, learner, sentences):
                 by_length={name: dict(bleu=part.bleu, chrf=part.chrf, sentences=part.sentences) for name, part in groups.items()})
 
 def figures(task, learners, rates, decoded):
-    "What the record says of each model."
+    "Return each model's part of the record."
     return {name: dict(settings=asdict(task.models[name]), parameters=count_parameters(of.model),
                        peak_lr=rates[family(name)], curve=of.curve,
                        tokens_per_second=round(of.tokens / of.seconds, 1), **decoded.get(name, {}))
             for name, of in learners.items()}
 
 def join(path, **parts):
-    "The record with these parts joined to it, as it lies there now."
+    "Add parts to the record, and return it."
     record = json.loads(path.read_text('utf-8')) if path.is_file() else dict(name='recurrent')
     record |= parts
     # a row of numbers is a line
@@ -161,7 +160,7 @@ def join(path, **parts):
     return record
 
 def try_rate(task, args):
-    "Join to the record how one model learns at another rate."
+    "Add one model's training curve at another learning rate to the record."
     learner = Learner(task, task.models[args.only], args.rate)
     for i in trange(1, 1 + round(60*args.minutes / args.slice), desc=f'{args.only}, {args.rate:g}'):
         learner.learn(i * args.slice)
