@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from annotated_transformer.scoring import (TOKENIZED, bleu_interval, compare, lowercased_tokenized,
+from annotated_transformer.scoring import (LOWERCASED_TOKENIZED_OPTIONS, bleu_interval, compare, lowercased_tokenized,
                                            lowercased_tokenized_bleu, score, score_by_length, score_groups,
                                            tokenized_bleu)
 
@@ -103,7 +103,7 @@ def test_unusable_corpora_are_rejected(translations, references, message):
 
 # --- intervals and comparisons
 
-@pytest.mark.parametrize('options', [{}, TOKENIZED])
+@pytest.mark.parametrize('options', [{}, LOWERCASED_TOKENIZED_OPTIONS])
 def test_the_interval_is_that_of_sacrebleu(options):
     from sacrebleu.metrics import BLEU
     references = sentences(60, 0)
