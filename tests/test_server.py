@@ -1,0 +1,225 @@
+"The web server: batching, limits, errors with a reason, and nobody gets another client's text."
+import asyncio
+import json
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from annotated_transformer.server import BadRequest, Batcher, ServerConfig, create_app, parse_body, parse_request
+from annotated_transformer.translator import Translation, Translator
+
+testclient = pytest.importorskip('fastapi.testclient', reason='the extra `serve` is not installed')
+JSON = 'application/json'
+
+
+@pytest.fixture(scope='module')
+def translator():
+    return Translator.load(device='cpu')
+
+
+@pytest.fixture(scope='module')
+def client(translator):
+    with testclient.TestClient(create_app(translator)) as client:
+        yield client
+
+
+def limited(translator, **limits):
+    return testclient.TestClient(create_app(translator, ServerConfig(**limits)))
+
+
+def echo(texts, n_best):
+    return [[Translation(text.upper(), 0.0, 0.0)] * n_best for text in texts]
+
+
+def test_one_sentence(client, translator):
+    answer = client.post('/translate', json={'q': 'The small dog sleeps.', 'source': 'en', 'target': 'de'})
+    assert answer.status_code == 200
+    assert answer.json() == {'translatedText': translator.translate('The small dog sleeps.')}
+
+
+def test_several_sentences_with_alternatives(client, translator):
+    texts = ['The dog sleeps.', '', 'The cat reads.']
+    answer = client.post('/translate', json={'q': texts, 'alternatives': 2}).json()
+    assert answer['translatedText'] == translator.translate(texts)
+    expected = [[found.text for found in row[1:]] for row in translator.translate_n_best(texts, 3)]
+    assert answer['alternatives'] == expected
+
+
+def test_web_form(client, translator):
+    answer = client.post('/translate', data={'q': 'The dog sleeps.', 'source': 'en', 'target': 'de', 'format': 'text'})
+    assert answer.json() == {'translatedText': translator.translate('The dog sleeps.')}
+
+
+@pytest.mark.parametrize('body, status, reason', [
+    (b'', 400, 'neither JSON nor a web form'), (b'{"q": ', 400, 'neither JSON'), (b'\xff\xfe', 400, 'neither JSON'),
+    (b'[1]', 400, 'a JSON object'), (b'{}', 400, 'q must be'), (b'{"q": 3}', 400, 'q must be'),
+    (b'{"q": []}', 400, 'q must be'), (b'{"q": ["a", 1]}', 400, 'q must be'),
+    (b'{"q": "a", "target": "fr"}', 400, 'translates en to de'), (b'{"q": "a", "source": 7}', 400, 'translates en'),
+    (b'{"q": "a", "format": "html"}', 400, 'format'), (b'{"q": "a", "alternatives": 9}', 400, 'from 0 to 3'),
+    (b'{"q": "a", "alternatives": "x"}', 400, 'from 0 to 3'), (b'[' * 100_000, 400, 'neither JSON')])
+def test_bad_request_gets_a_reason(client, body, status, reason):
+    answer = client.post('/translate', content=body, headers={'content-type': JSON})
+    assert answer.status_code == status
+    assert reason in answer.json()['error']
+    assert 'Traceback' not in answer.text
+
+
+def test_limits_of_size(translator):
+    with limited(translator, max_bytes=200, max_sentences=2) as client:
+        assert client.post('/translate', json={'q': 'a' * 300}).status_code == 413
+        answer = client.post('/translate', json={'q': ['a', 'b', 'c']})
+        assert answer.status_code == 413 and 'at most 2' in answer.json()['error']
+
+        def parts(): # a body without a length
+            for _ in range(100):
+                yield b'x' * 10
+
+        assert client.post('/translate', content=parts()).status_code == 413
+
+
+def test_api_key(translator):
+    with limited(translator, api_key='secret') as client:
+        assert client.post('/translate', json={'q': 'a'}).status_code == 403
+        assert client.post('/translate', json={'q': 'a', 'api_key': 'wrong'}).status_code == 403
+        assert client.post('/translate', json={'q': 'a', 'api_key': 7}).status_code == 403
+        assert client.post('/translate', json={'q': 'a', 'api_key': 'secret'}).status_code == 200
+        bearer = {'authorization': 'Bearer secret'}
+        assert client.post('/translate', json={'q': 'a'}, headers=bearer).status_code == 200
+        assert client.get('/health').status_code == 200
+
+
+def test_pages_for_people_and_machines(client):
+    assert client.get('/health').json() == {'status': 'ok', 'waiting': 0}
+    assert client.get('/languages').json()[0]['targets'] == ['de']
+    assert '/translate' in client.get('/openapi.json').json()['paths']
+    page = client.get('/')
+    assert page.status_code == 200 and 'en to de' in page.text and 'SOURCE' not in page.text
+    assert client.get('/nothing').status_code == 404
+    assert client.get('/translate').status_code == 405
+
+
+def test_attention(client, translator):
+    found = client.post('/attention', json={'q': 'The dog sleeps.'}).json()
+    assert len(found['weights']) == len(found['target']) and len(found['weights'][0]) == len(found['source'])
+    assert all(abs(sum(row) - 1) < 0.01 for row in found['weights'])
+
+
+def test_slow_translation_times_out(translator, monkeypatch):
+    slow = Translator.load(device='cpu')
+    monkeypatch.setattr(slow, 'translate_n_best', lambda texts, n_best: time.sleep(0.5) or echo(texts, n_best))
+    with limited(slow, timeout=0.1) as client:
+        answer = client.post('/translate', json={'q': 'a'})
+        assert answer.status_code == 504 and '0.1 seconds' in answer.json()['error']
+
+
+def test_failure_gets_no_traceback_and_is_logged(translator, monkeypatch, caplog):
+    broken = Translator.load(device='cpu')
+    monkeypatch.setattr(broken, 'translate_n_best', lambda texts, n_best: 1 / 0)
+    with limited(broken) as client:
+        answer = client.post('/translate', json={'q': 'secret text'})
+    assert answer.status_code == 500 and answer.json() == {'error': 'the translation failed'}
+    assert 'ZeroDivisionError' in caplog.text
+
+
+def test_log_has_no_text(client, caplog):
+    with caplog.at_level(logging.INFO, logger='annotated_transformer.server'):
+        client.post('/translate', json={'q': 'The dog sleeps.'})
+    entry = json.loads(caplog.records[-1].message)
+    assert entry['status'] == 200 and entry['path'] == '/translate' and entry['milliseconds'] > 0
+    assert 'dog' not in caplog.text
+
+
+def test_waiting_sentences_share_a_batch():
+    sizes = []
+
+    def count(texts, n_best):
+        sizes.append(len(texts))
+        return echo(texts, n_best)
+
+    async def run():
+        batcher = Batcher(count, ServerConfig(max_batch=10))
+        task = asyncio.create_task(batcher.run())
+        found = await asyncio.gather(*(batcher.submit([f'a{i}']) for i in range(25)))
+        task.cancel()
+        return [row[0][0].text for row in found]
+
+    assert asyncio.run(run()) == [f'A{i}' for i in range(25)]
+    assert sizes == [10, 10, 5]
+
+
+def test_one_bad_sentence_does_not_spoil_its_batch():
+    def fail_on_b(texts, n_best):
+        if 'b' in texts:
+            raise RuntimeError('cannot')
+        return echo(texts, n_best)
+
+    async def run():
+        batcher = Batcher(fail_on_b)
+        task = asyncio.create_task(batcher.run())
+        found = await asyncio.gather(*(batcher.submit([text]) for text in 'abc'), return_exceptions=True)
+        task.cancel()
+        return found
+
+    a, b, c = asyncio.run(run())
+    assert a[0][0].text == 'A' and c[0][0].text == 'C' and isinstance(b, RuntimeError)
+
+
+def test_full_queue_is_refused():
+    async def run():
+        batcher = Batcher(echo, ServerConfig(max_waiting=3))
+        first = asyncio.create_task(batcher.submit(['a', 'b']))
+        await asyncio.sleep(0)
+        with pytest.raises(BadRequest) as error:
+            await batcher.submit(['c', 'd'])
+        first.cancel()
+        return error.value.status
+
+    assert asyncio.run(run()) == 429
+
+
+@pytest.mark.parametrize('limit', [{'max_batch': 0}, {'timeout': -1.0}, {'port': 70_000}, {'max_bytes': 0}])
+def test_limits_out_of_range_are_refused(limit):
+    with pytest.raises(ValueError, match=next(iter(limit))):
+        ServerConfig(**limit)
+
+
+def test_many_clients_and_bad_requests_at_once(translator):
+    "A real server: every good request gets its own translation, every bad one a reason."
+    uvicorn = pytest.importorskip('uvicorn')
+    import httpx
+    server = uvicorn.Server(uvicorn.Config(create_app(translator), port=0, log_level='error'))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not server.started and time.monotonic() < deadline:
+        time.sleep(0.05)
+    address = f'http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}'
+    nouns = ['dog', 'cat', 'man', 'woman', 'bird', 'horse']
+    expected = dict(zip(nouns, translator.translate([f'The {noun} sleeps.' for noun in nouns])))
+
+    def ask(i):
+        noun = nouns[i % len(nouns)]
+        content = b'{"q": ' if i % 10 == 9 else json.dumps({'q': f'The {noun} sleeps.'}).encode()
+        answer = httpx.post(address + '/translate', content=content, headers={'content-type': JSON}, timeout=30)
+        return i, noun, answer
+
+    try:
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(ask, range(150)))
+    finally:
+        server.should_exit = True
+        thread.join(10)
+    for i, noun, answer in answers:
+        if i % 10 == 9:
+            assert answer.status_code == 400
+        else:
+            assert answer.json() == {'translatedText': expected[noun]}
+
+
+def test_parse_request_by_hand():
+    fields = parse_body(b'q=a%20b&target=de', 'application/x-www-form-urlencoded; charset=utf-8')
+    asked = parse_request(fields, ('en', 'de'), max_n_best=4, max_sentences=1)
+    assert asked.texts == ['a b'] and asked.is_single and asked.n_best == 1
