@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Time and memory of one layer against the length of the sentence, for the kinds of layer in Table 1.
+"""Measure time and memory of one layer by sentence length, for the kinds of layer in Table 1.
 
     python benchmarks/complexity.py
     python benchmarks/complexity.py --lengths 16 64 256 --repeats 5 --out /dev/null
 
-Every layer is whole: attention with its projections. One sentence, forwards and backwards; every
-round times each of the layers once, and the medians of the rounds count. Memory is what a layer
-keeps for its backward pass, counted exactly.
+Attention includes its projections. Each round runs every layer once on one sentence, forward and backward; the record
+has the medians over rounds. Memory is what a layer keeps for its backward pass, counted exactly.
 """
 import argparse
 import json
@@ -27,7 +26,7 @@ from record import RESULTS, about
 SEED = 1
 
 def layers(d, n_heads, r, k):
-    "Functions of x (1, n, d)."
+    "Return the layers as functions of x (1, n, d)."
     def attention_layer(attention_fn=None):
         layer = MultiHeadAttention(d, n_heads)
         if attention_fn:
@@ -55,7 +54,7 @@ def held_bytes(f):
     return sum(size for size, _ in kept.values()) if result.requires_grad else 0
 
 def once(f, x):
-    "Seconds forwards and backwards."
+    "Return the seconds of the forward and of the backward pass."
     began = time.perf_counter()
     y = f(x)
     between = time.perf_counter()
@@ -63,7 +62,7 @@ def once(f, x):
     return between - began, time.perf_counter() - between
 
 def measure(kinds, n, d, repeats):
-    "{kind: its figures} for one length."
+    "Return the measurements of each kind of layer for one length."
     x = torch.randn(1, n, d, requires_grad=True)
     took = {name: [] for name in kinds}
     for i in range(repeats + 2): # two rounds to warm up

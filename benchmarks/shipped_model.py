@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Train the model that ships inside the package: toy EN-DE by its recipe, scored on all of its test splits.
+"""Train the model that ships with the package: toy EN-DE by its recipe, scored on all test splits.
 
-    python benchmarks/shipped_model.py # some minutes on two cores; into annotated_transformer/data/toy-ende
-    python benchmarks/shipped_model.py --out /tmp/again # the same elsewhere, to compare
+    python benchmarks/shipped_model.py # a few minutes on two cores; writes annotated_transformer/data/toy-ende
+    python benchmarks/shipped_model.py --out /tmp/again # the same in another folder, to compare
 
 The record is the folder's training.json, with results/shipped-model.log.jsonl beside it. The same command gives
 the same losses again, up to rounding.
