@@ -1,4 +1,5 @@
 "`python -m annotated_transformer`: the command line, for `torchrun -m` and wherever the script is not on the path."
-from .v1.cli import main
+from .cli import main
 
-if __name__ == '__main__': main()
+if __name__ == '__main__':
+    main()

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from .files import atomic_open, atomic_write, read_json, to_json
 from .run_log import Interrupted
@@ -190,7 +190,10 @@ class DirectOutput:
     "Lines on the standard output, or on a device or a pipe: each is sent at once."
     n_done = 0
 
-    def __init__(self, file: TextIO):
+    def __init__(
+        self,
+        file, # a text stream
+    ):
         self.file = file
 
     def write(self, lines: Iterable[str]) -> None:

@@ -107,6 +107,7 @@ def plot_groups(
     ax,           # matplotlib axes
     groups: dict[str, dict], # of a report: {'1-5': {'bleu': ..., 'sentences': ...}, ...}
     title: str = '',
+    limit: float = 0, # right end of the axis; by default a third more than the longest bar
 ):
     "A bar for the BLEU of each group, with its number of sentences. Returns the axes."
     from annotated_transformer.plotting import BLUE, GREY
@@ -116,7 +117,7 @@ def plot_groups(
     labels = [f'{groups[name]["bleu"]:.1f} ({groups[name]["sentences"]:,} sentences)' for name in names]
     ax.bar_label(drawn, labels, padding=3, size=8, color=GREY)
     ax.invert_yaxis()
-    ax.set(title=title, xlabel='BLEU', xlim=(0, 1.35 * max(5, *heights)))
+    ax.set(title=title, xlabel='BLEU', xlim=(0, limit or 1.35 * max(5, *heights)))
     ax.spines['left'].set_visible(False)
     ax.tick_params(axis='y', length=0)
     return ax
@@ -134,8 +135,9 @@ def plot_report(
     rows = [3 + len(found[key]) for key in titles]
     figure = Figure(figsize=(7, 0.3 * sum(rows)))
     axes = figure.subplots(len(titles), squeeze=False, height_ratios=rows)[:, 0]
+    highest = max(5, *(part['bleu'] for key in titles for part in found[key].values()))
     for ax, (key, title) in zip(axes, titles.items()):
-        plot_groups(ax, found[key], f'{name}, {title}')
+        plot_groups(ax, found[key], f'{name}, {title}', 1.35 * highest)
     return figure
 
 # %% ../nbs/51_score_report.ipynb #scr013

@@ -278,7 +278,7 @@ class Train(Command):
             found |= {f.name: f.default for f in fields(CorpusConfig)} | {'corpus': corpus}
         if run.start_from:
             found['pair'] = '-'.join(load_tokenizer(run.start_from / 'tokenizer.json').langs)
-            found['architecture'] = kind_of(run.model)
+            found['architecture'] = 'recurrent' if isinstance(run.model, RecurrentConfig) else 'transformer'
         found['out'] = Path('runs', str(asked.get('recipe') or found['corpus']))
         return found
 

@@ -119,7 +119,7 @@ class Translator:
         model = load_model(folder)
         if not (folder / 'tokenizer.json').is_file():
             raise FileNotFoundError(f'{folder} is not a model folder: it has no tokenizer.json')
-        training = read_json(folder / 'training.json')
+        training = read_json(folder / 'training.json', {}) # a checkpoint has none
         decoding_config(training, folder / 'training.json')
         tokenizer = load_tokenizer(folder / 'tokenizer.json')
         return cls(accelerate(model.to(device or best_device())), tokenizer, training)

@@ -110,16 +110,15 @@ def test_a_small_real_use(installed, elsewhere):
     "A model that has learned nothing still encodes, decodes and stops."
     call(installed[0], '-c', '''
 import torch
-from annotated_transformer.v1.decoding import greedy
-from annotated_transformer.v1.transformer import Transformer, TransformerConfig
-from annotated_transformer.v1.vocabulary import BOS, EOS
+from annotated_transformer.inference import greedy
+from annotated_transformer.transformer import Transformer, TransformerConfig
+from annotated_transformer.vocabulary import BOS, EOS
 torch.manual_seed(0)
 config = TransformerConfig(vocab_size=23, n_layers=2, d_model=16, d_ff=32, n_heads=4)
 model = Transformer(config).eval()
 src = torch.tensor([[5, 6, 7, EOS], [8, 9, 10, EOS]])
 assert model(src, torch.tensor([[BOS, 5, 6]]*2)).shape == (2, 3, 23)
-with torch.no_grad(): found = greedy(model, src, max_extra=7)
-assert len(found) == 2
+assert len(greedy(model, src, max_extra_tokens=7)) == 2
 ''', cwd=elsewhere)
 
 

@@ -1,0 +1,577 @@
+"The command line as its users meet it: an error is one line with exit code 2, and no file is lost."
+import gzip
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from annotated_transformer import cli, commands, train_command
+from annotated_transformer.checkpoints import list_checkpoints
+from annotated_transformer.cli import COMMANDS, main, parse
+from annotated_transformer.command_options import named_as_typed, plain_error
+from annotated_transformer.corpora import load_corpus
+from annotated_transformer.inference import DecodingConfig
+from annotated_transformer.line_translation import PartialOutput, live_lines
+from annotated_transformer.run_log import Interrupted
+from annotated_transformer.scoring import score
+from annotated_transformer.text_streams import FLUSH
+from annotated_transformer.translator import SHIPPED, Translator
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ('--max-steps 20 --save-every 10 --d-model 32 --d-ff 64 --n-layers 1 --vocab-size 100 --max-tokens 512 '
+         '--max-len 40').split()
+PAIRS = [(f'the {noun} {verb}s .', f'{noun.upper()} {verb} t !')
+         for noun in 'dog cat fox hen cow'.split() for verb in 'run eat sing'.split()] * 4
+
+
+def write_tsv(path, pairs=PAIRS):
+    path.write_text(''.join(f'{src}\t{tgt}\n' for src, tgt in pairs), encoding='utf-8')
+    return path
+
+
+def hashes(folder):
+    "Every file below a folder, with a hash of its content."
+    return {path.relative_to(folder): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in folder.rglob('*') if path.is_file()}
+
+
+@pytest.fixture(scope='session')
+def trained(tmp_path_factory):
+    "A model trained for a moment on a small table."
+    folder = tmp_path_factory.mktemp('trained')
+    main(['train', '--tsv', str(write_tsv(folder / 'pairs.tsv')), '--out', str(folder / 'run'), *SMALL])
+    return folder / 'run'
+
+
+@pytest.fixture(scope='session')
+def shared(trained):
+    "Load each model once, whatever command asks for it."
+    return {None: Translator.load(), trained: Translator.load(trained)}
+
+
+@pytest.fixture
+def run(capsys):
+    "Run a command that must succeed, and return what it prints: standard output, errors."
+    def call(*args):
+        capsys.readouterr()
+        main([str(arg) for arg in args])
+        return capsys.readouterr()
+    return call
+
+
+@pytest.fixture
+def fails(capsys):
+    "Run a command that must fail with exit code 2, and return its only line."
+    def call(*args):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main([str(arg) for arg in args])
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith('annotated-transformer: ')]
+        assert stop.value.code == 2 and len(lines) == 1, lines
+        return lines[0]
+    return call
+
+
+def helped(capsys, *args):
+    "The help of a command as one line."
+    with pytest.raises(SystemExit) as stop:
+        main([*args, '--help'])
+    assert not stop.value.code
+    return re.sub(r'[│\s]+', ' ', capsys.readouterr().out)
+
+
+# --- help
+
+def test_help_and_version_do_not_import_torch():
+    code = ('import sys; from annotated_transformer.cli import main\n'
+            'try: main(sys.argv[1:])\n'
+            'except SystemExit: print("torch" in sys.modules, "numpy" in sys.modules)')
+    for option in ('--help', '--version'):
+        done = subprocess.run([sys.executable, '-c', code, option], capture_output=True, text=True, cwd=ROOT)
+        assert done.stdout.splitlines()[-1] == 'False False', done.stdout + done.stderr
+
+
+@pytest.mark.parametrize('command', COMMANDS)
+def test_every_option_is_explained_without_python(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, '--help'])
+    text = capsys.readouterr().out
+    assert not re.search(r'None|ValueError|Raises|default: False|page \d|`|--\w+_', text)
+    options = re.findall(r'^[│ ]{0,3}(--[a-z][\w-]*) *(?:PATH|INT|NUMBER|TEXT|\{[^}]*\})?(.*(?:\n[│ ]{10,}[^-│ ].*)*)', text, re.M)
+    assert {'--device', '--config'} <= {option for option, _ in options}
+    for option, explanation in options:
+        words = re.findall('[a-z]{2,}', re.sub(r'\((?:default|required).*', '', explanation, flags=re.S))
+        assert len(words) > 1, option
+
+
+def test_everyday_options_come_first(capsys):
+    text = helped(capsys, 'train')
+    order = [text.index(name) for name in (
+        '--tsv PATH', '--max-minutes NUMBER', 'data options', '--held-out', 'model options', '--n-layers', 'training options',
+        '--warmup-steps', 'expert options', '--r-drop ')]
+    assert order == sorted(order)
+
+
+def test_help_shows_the_defaults_that_apply(capsys, tmp_path):
+    assert 'features of each position between sublayers (default: 128)' in helped(capsys, 'train')
+    assert 'features of each position between sublayers (default: 512)' in helped(capsys, 'train', '--preset', 'base')
+    assert '(default: runs/multi30k)' in helped(capsys, 'train', '--corpus', 'multi30k')
+    assert '(default: runs/tsv)' in helped(capsys, 'train', '--tsv', 'x.tsv')
+    shutil.copytree(SHIPPED, tmp_path / 'model')
+    record = json.loads((SHIPPED / 'training.json').read_text()) | {'decoding': {'beam_size': 7, 'patience': 2.0}}
+    (tmp_path / 'model/training.json').write_text(json.dumps(record))
+    text = helped(capsys, 'translate', '--model', str(tmp_path / 'model'))
+    assert '(default: 7)' in text and re.search(r'--beam-patience NUMBER [^()]*\([^()]*\) \(default: 2.0\)', text)
+
+
+def test_an_unknown_command_and_option_are_named(fails):
+    assert 'translat is not a command: choose one of train' in fails('translat')
+    assert "--modle, x (did you mean --model?)" in fails('translate', '--modle', 'x')
+    assert '--beam-size x is not a whole number' in fails('translate', '--beam-size', 'x', 'hello')
+    assert '--length-penalty x is not a number' in fails('translate', '--length-penalty', 'x', 'hello')
+    assert 'missing: RUN' in fails('average')
+
+
+def test_messages_name_options_as_they_are_typed():
+    names = ['max_tokens', 'src', 'max_len']
+    message = 'max_tokens=0 must be positive; training.max_tokens was 1; src=a.txt; see src/max_len.txt'
+    assert named_as_typed(message, names) == ('--max-tokens 0 must be positive; --max-tokens was 1; --src a.txt; '
+                                              'see src/max_len.txt')
+    assert plain_error('╭─ Title ─╮\n│ Too\n│ few. │\n╰──╯') == 'Too few.'
+
+
+@pytest.mark.parametrize('options, words', [
+    ('--corpus nope', ["'nope'", 'multi30k']),
+    ('--corpus multi30k --pair en-xx', ["'xx'", 'de']),
+    ('--preset nope', ["'nope'", 'tiny', 'base']),
+    ('--d-model 0', ['--d-model 0']),
+    ('--n-layers -2', ['--n-layers -2']),
+    ('--d-model 30 --n-heads 4', ['30', '--n-heads 4']),
+    ('--dropout 1.5', ['--dropout 1.5']),
+    ('--max-tokens 0', ['--max-tokens 0']),
+    ('--norm none', ["'none'", 'post']),
+    ('--max-minutes 0', ['--max-minutes 0']),
+    ('--r-drop inf', ['--r-drop inf']),
+    ('--corpus files', ['--src FILE', '--tgt FILE']),
+    ('--corpus tsv', ['--tsv FILE']),
+    ('--device nowhere', ['--device nowhere']),
+    ('--threads 0', ['--threads 0']),
+    ('--corpus multi30k --data-dir no/such/folder', ['no/such/folder']),
+    ('--src missing.txt --tgt missing.txt', ['missing.txt']),
+])
+def test_settings_that_cannot_work(fails, tmp_path, options, words):
+    message = fails('train', '--out', tmp_path / 'run', *options.split())
+    assert all(word in message for word in words), message
+    assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('options, message', [
+    ('--length-penalty 400', '--length-penalty 400'), ('--batch-tokens 0', '--batch-tokens 0'),
+    ('--max-extra-tokens -1', '--max-extra-tokens -1'), ('--beam-patience 0', 'patience'),
+    ('--buffer-size 0', '--buffer-size 0'), ('--n-best 5', '--n-best 5')])
+def test_search_settings_out_of_range(fails, options, message):
+    assert message in fails('translate', 'hello', *options.split())
+
+
+def test_a_missing_model(fails, tmp_path):
+    assert 'is not a model folder' in fails('translate', '--model', tmp_path, 'hello')
+    (tmp_path / 'training.json').write_text('[]')
+    assert 'training.json is damaged: it holds a list' in fails('translate', '--model', tmp_path, 'hello')
+    (tmp_path / 'training.json').write_text('{"decoding": {"beam_size": 0}}')
+    assert 'training.json: invalid "decoding"' in fails('translate', '--model', tmp_path, 'hello')
+
+
+# --- configuration files
+
+def test_a_saved_configuration_gives_the_same_command(tmp_path, run, fails):
+    path = tmp_path / 'c.json'
+    args = ['train', '--tsv', 'x.tsv', '--positions', 'alibi', '--max-ratio', '3', '--norm', 'post']
+    with pytest.raises(OSError):
+        parse(args)().nothing # the file does not exist, so only the options are compared
+    assert 'Next' in run(*args, '--save-config', path).out
+    again = parse(['train', '--config', str(path)])
+    assert (again.run, again.out) == (parse(args).run, Path('runs/tsv'))
+    assert 'exists' in fails(*args, '--save-config', path)
+    changed = parse(['train', '--config', str(path), '--dropout', '0.2', '--preset', 'base'])
+    assert (changed.run.model.dropout, changed.run.model.d_model, changed.run.model.norm) == (0.2, 512, 'post')
+
+
+def test_a_run_can_be_a_configuration(trained):
+    of_run = parse(['train', '--config', str(trained / 'run.json')])
+    assert asdict(of_run.run)['model']['d_model'] == 32 and of_run.run.corpus.tsv == trained.parent / 'pairs.tsv'
+    assert parse(['train', '--config', str(trained / 'training.json')]).run == of_run.run
+
+
+@pytest.mark.parametrize('content, message', [
+    ('{"beam_sise": 3}', 'options that this command does not have: beam_sise'), ('{', 'cannot be read'), ('[]', 'cannot be read'),
+    ('{"beam_size": "3"}', 'beam_size is "3", expected INT'), ('{"overwrite": 1}', 'overwrite is 1, expected true or false')])
+def test_a_damaged_configuration(tmp_path, fails, content, message):
+    (tmp_path / 'c.json').write_text(content)
+    assert message.replace('beam_size', '--beam-size') in fails('translate', '--config', tmp_path / 'c.json', 'x') \
+        or message in fails('translate', '--config', tmp_path / 'c.json', 'x')
+
+
+def test_a_corpus_is_found_by_its_files(tmp_path):
+    for name in ('a', 'b'):
+        (tmp_path / name).write_text('x\n')
+    assert parse(['train', '--tsv', str(tmp_path / 'a')]).run.corpus.corpus == 'tsv'
+    assert parse(['train', '--src', str(tmp_path / 'a'), '--tgt', str(tmp_path / 'b')]).run.corpus.corpus == 'files'
+
+
+def test_a_start_brings_sizes_and_languages(trained):
+    command = parse(['train', '--start-from', str(trained), '--dropout', '0.25'])
+    config = Translator.load(trained).model.config
+    assert command.run.model.d_model == config.d_model and command.run.model.dropout == 0.25
+    assert command.run.corpus.pair == 'en-de' and type(command.run.model) is type(config)
+
+
+# --- train
+
+def test_a_run_explains_itself(tmp_path, run, fails):
+    args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'run', *SMALL]
+    text = run(*args, '--threads', torch.get_num_threads(), '--device', 'cpu').out
+    for words in ('44 pairs with', '8 pairs to validate on', 'parameters', 'd_model 32 (usually 128)', '20 steps', 'cpu', 'float32', str(tmp_path / 'run'), 'the lowest validation loss',
+                  'validation', 'annotated-transformer evaluate --model'):
+        assert words in text, words
+    before = hashes(tmp_path / 'run')
+    again = run(*args).out
+    assert 'holds this run, finished' in again and '--overwrite' in again
+    assert hashes(tmp_path / 'run') == before
+    assert '--warmup-steps was 400 and is now 9' in fails(*args, '--warmup-steps', 9)
+    assert hashes(tmp_path / 'run') == before
+    assert 'resumes     after step 20' in run(*args, '--max-steps', 30).out
+
+
+def test_a_folder_of_other_files_is_not_touched(fails, tmp_path):
+    (tmp_path / 'out').mkdir()
+    (tmp_path / 'out/thesis.txt').write_text('mine')
+    message = fails('train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'out', *SMALL)
+    assert 'holds no run' in message
+    assert [path.name for path in (tmp_path / 'out').iterdir() if path.name != 'run.lock'] == ['thesis.txt']
+
+
+@pytest.mark.parametrize('overwrite', [False, True])
+@pytest.mark.parametrize('command', ['train', 'demo'])
+def test_an_interruption_says_how_to_resume(tmp_path, monkeypatch, capsys, command, overwrite):
+    def stop(*args, **options):
+        raise Interrupted('step 5 is saved in RUN: run the same command again to resume', signal.SIGTERM)
+    monkeypatch.setattr(train_command, 'train_translator', stop)
+    with pytest.raises(SystemExit) as ended:
+        main([command, '--out', str(tmp_path / 'run'), *['--overwrite'] * overwrite])
+    message = capsys.readouterr().err
+    assert ended.value.code == 143 and 'step 5 is saved in RUN: run the same command ' in message
+    assert ('without --overwrite' in message) == overwrite
+
+
+def test_an_early_interruption_promises_no_checkpoint(tmp_path, monkeypatch, capsys):
+    def stop(*args, **options):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(train_command, 'train_translator', stop)
+    with pytest.raises(SystemExit) as ended:
+        main(['train', '--out', str(tmp_path / 'run')])
+    assert ended.value.code == 130 and 'there was no checkpoint yet' in capsys.readouterr().err
+
+
+def test_a_stopped_process_saves_and_resumes(tmp_path):
+    "The one test that needs a process: a real signal, a real exit code, and the same weights as without it."
+    args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), *SMALL, '--max-steps', 40, '--max-epochs', 1000]
+    code = 'from annotated_transformer.cli import main; main()'
+    process = subprocess.Popen([sys.executable, '-c', code, *map(str, args), '--out', str(tmp_path / 'a')], cwd=ROOT,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not list_checkpoints(tmp_path / 'a'):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    message = process.communicate(timeout=60)[1].strip().splitlines()[-1]
+    assert process.returncode == 143 and 'is saved in' in message and 'same command' in message
+    for out in ('a', 'b'):
+        main([*map(str, args), '--out', str(tmp_path / out)])
+    assert (tmp_path / 'a/model.safetensors').read_bytes() == (tmp_path / 'b/model.safetensors').read_bytes()
+
+
+def test_too_little_memory_is_said_in_one_line(monkeypatch, fails):
+    for error in (MemoryError(), RuntimeError("can't allocate memory: 9 bytes")):
+        def stop(args, error=error):
+            raise error
+        monkeypatch.setattr(cli, 'run', stop)
+        assert 'not enough memory' in fails('train')
+    def bug(args):
+        raise RuntimeError('a bug')
+    monkeypatch.setattr(cli, 'run', bug)
+    with pytest.raises(RuntimeError, match='a bug'):
+        main(['train'])
+
+
+# --- translate
+
+class Pipe:
+    "Standard input with these lines, as a pipe or as a terminal."
+    def __init__(self, data, is_terminal=False):
+        self.reader, writer = os.pipe()
+        os.write(writer, data)
+        os.close(writer)
+        self.is_terminal = is_terminal
+
+    def fileno(self):
+        return self.reader
+
+    def isatty(self):
+        return self.is_terminal
+
+
+def test_every_line_has_a_line(monkeypatch, run):
+    monkeypatch.setattr(sys, 'stdin', Pipe('The cat sleeps.\n\n  \n☃ naïve\r\nThe dog sleeps.'.encode()))
+    lines = run('translate').out.split('\n')
+    assert len(lines) == 6 and lines[1] == lines[2] == lines[5] == ''
+    assert (lines[0], lines[4]) == ('Die Katze schläft.', 'Der Hund schläft.')
+    assert run('translate', 'The cat sleeps.', 'The dog sleeps.').out.splitlines() == [lines[0], lines[4]]
+
+
+def test_a_terminal_gets_a_prompt(monkeypatch, run):
+    monkeypatch.setattr(sys, 'stdin', Pipe(b'The cat sleeps.\n', is_terminal=True))
+    printed = run('translate')
+    assert printed.out == 'Die Katze schläft.\n'
+    assert 'Ctrl-D' in printed.err and 'en> ' in printed.err
+
+
+def test_lines_are_passed_on_as_they_arrive():
+    reader, writer = os.pipe()
+    lines = live_lines(reader)
+    os.write(writer, b'one\ntwo\nthr')
+    assert [next(lines) for _ in range(3)] == [b'one', b'two', FLUSH]
+    os.write(writer, b'ee\n')
+    os.close(writer)
+    assert list(lines) == [b'three', FLUSH]
+    os.close(reader)
+
+
+def test_lines_that_are_not_text(monkeypatch, run, fails):
+    data = b'The cat sleeps.\n\xff\xfe\nThe dog sleeps.\n'
+    monkeypatch.setattr(sys, 'stdin', Pipe(data))
+    printed = run('translate')
+    assert printed.out.split('\n') == ['Die Katze schläft.', '', 'Der Hund schläft.', '']
+    assert len(printed.err.splitlines()) == 1 and '1 of 3 lines' in printed.err and 'line 2: not UTF-8' in printed.err
+    monkeypatch.setattr(sys, 'stdin', Pipe(data))
+    assert 'line 2' in fails('translate', '--on-error', 'raise')
+
+
+def test_a_file_becomes_a_file(tmp_path, run, fails):
+    source, out = tmp_path / 'in.txt', tmp_path / 'out.txt'
+    source.write_bytes(b'The cat sleeps.\n\nThe dog sleeps.')
+    run('translate', '--input', source, '--output', out, '--prefix', 'Die')
+    lines = out.read_text(encoding='utf-8').split('\n')
+    assert len(lines) == 4 and lines[2].startswith('Die') and lines[1] == lines[3] == ''
+    packed = tmp_path / 'in.txt.gz'
+    packed.write_bytes(gzip.compress(source.read_bytes()))
+    run('translate', '--input', packed, '--output', tmp_path / 'out.gz', '--prefix', 'Die')
+    assert gzip.decompress((tmp_path / 'out.gz').read_bytes()) == out.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['in.txt', 'in.txt.gz', 'out.gz', 'out.txt']
+    packed.write_bytes(packed.read_bytes()[:-5])
+    assert 'not a complete gzip file' in fails('translate', '--input', packed)
+    assert 'not both' in fails('translate', '--input', source, 'hello')
+
+
+def test_no_file_is_replaced_by_accident(tmp_path, fails, run):
+    source, out = tmp_path / 'in.txt', tmp_path / 'out.txt'
+    source.write_text('The cat sleeps.\n')
+    out.write_text('three hours of work\n')
+    (tmp_path / 'link').symlink_to(source)
+    for other in (source, tmp_path / 'link', tmp_path / '..' / tmp_path.name / 'in.txt'):
+        assert 'would be replaced' in fails('translate', '--input', source, '--output', other, '--overwrite')
+    assert 'exists' in fails('translate', '--input', source, '--output', out)
+    assert 'there is no folder' in fails('translate', '--input', source, '--output', tmp_path / 'no/out.txt')
+    assert (source.read_text(), out.read_text()) == ('The cat sleeps.\n', 'three hours of work\n')
+    run('translate', '--input', source, '--output', out, '--overwrite')
+    assert out.read_text() == 'Die Katze schläft.\n'
+
+
+def interrupt_after(monkeypatch, n, error=KeyboardInterrupt):
+    "Let translating stop after n sentences."
+    original = Translator.translate_n_best
+    def stops(self, *args, **options):
+        for number, result in enumerate(original(self, *args, **options)):
+            if number == n:
+                raise error
+            yield result
+    monkeypatch.setattr(Translator, 'translate_n_best', stops)
+
+
+@pytest.mark.parametrize('n_best', [1, 2])
+def test_an_interrupted_translation_continues(tmp_path, monkeypatch, capsys, run, fails, n_best):
+    source, out = tmp_path / 'in.txt', tmp_path / 'out.txt'
+    source.write_text(''.join(f'The {noun} sleeps.\n' for noun in ('cat', 'dog', 'child', 'man', 'woman')))
+    args = ['translate', '--input', source, '--output', out, '--n-best', n_best, '--buffer-size', 2]
+    complete = run(*args[:3], '--n-best', n_best).out
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 3)
+        with pytest.raises(SystemExit) as ended:
+            main([str(arg) for arg in args])
+    message = capsys.readouterr().err
+    assert ended.value.code == 130 and '3 translations are in' in message and 'same command' in message
+    assert not out.exists()
+    partial = tmp_path / 'out.txt.partial'
+    assert partial.read_text() == ''.join(complete.splitlines(True)[:3 * n_best])
+    assert 'another search' in fails(*args, '--beam-size', 3)
+    with open(partial, 'a') as file: # killed in the middle of a line
+        file.write('4\tunfin')
+    if n_best == 2:                  # the third sentence may lack lines, so it is translated again
+        assert 'holds 2 translations' in run(*args).err
+    else:
+        partial.write_text(''.join(complete.splitlines(True)[:3]) + 'unfin')
+        assert 'holds 3 translations' in run(*args).err
+    assert out.read_text() == complete
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['in.txt', 'out.txt']
+
+
+def test_a_partial_output_of_other_input_is_kept(tmp_path, fails):
+    source, out = tmp_path / 'in.txt', tmp_path / 'out.txt'
+    source.write_text('The cat sleeps.\n')
+    settings = {'input': {'size': 1}, 'model': {}}
+    with pytest.raises(KeyboardInterrupt), PartialOutput(out, settings).open() as file:
+        file.write(['Die Katze schläft.'])
+        raise KeyboardInterrupt
+    assert 'another input' in fails('translate', '--input', source, '--output', out)
+    assert 'without --input' in fails('translate', '--output', out, 'The cat sleeps.')
+    assert (tmp_path / 'out.txt.partial').read_text() == 'Die Katze schläft.\n'
+
+
+def test_nothing_is_left_when_nothing_was_translated(tmp_path, fails):
+    (tmp_path / 'in.txt').write_bytes(b'\xff\n')
+    fails('translate', '--input', tmp_path / 'in.txt', '--output', tmp_path / 'out.txt', '--on-error', 'raise')
+    assert [path.name for path in tmp_path.iterdir()] == ['in.txt']
+
+
+def test_several_translations_of_each_sentence(run):
+    rows = [line.split('\t') for line in run('translate', '--n-best', 2, 'The cat sleeps.', 'The dog sleeps.').out.splitlines()]
+    assert [row[0] for row in rows] == ['1', '1', '2', '2'] and float(rows[0][1]) >= float(rows[1][1])
+
+
+def test_every_search_setting_is_an_option():
+    other = DecodingConfig(3, 1.0, 0.0, 9, 1, 2, 2, 1.0)
+    assert all(value != getattr(DecodingConfig(), name) for name, value in asdict(other).items())
+    options = []
+    for name, value in asdict(other).items():
+        name = {'patience': 'beam_patience'}.get(name, name)
+        options += ['--' + name.replace('_', '-'), str(value)]
+    assert parse(['translate', *options]).decoding == other
+
+
+def test_a_reader_that_leaves_ends_the_command(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = 'from annotated_transformer.cli import main; main()'
+    with os.fdopen(writer) as out:
+        done = subprocess.run([sys.executable, '-c', code, 'translate', 'The cat sleeps.'], stdout=out,
+                              stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (141, '')
+
+
+def test_warnings_of_callers_are_left_alone(run):
+    before = warnings.showwarning
+    assert 'annotated-transformer: ' in run('translate', 'The dog runs. ' * 300, '--max-extra-tokens', 3, '--beam-size', 1).err
+    assert warnings.showwarning is before
+
+
+# --- evaluate
+
+def test_your_own_pairs_are_scored_completely(tmp_path, run, fails):
+    table = write_tsv(tmp_path / 'my.tsv', [('The cat sleeps.', 'Die Katze schläft.')] * 30)
+    for name, line in (('s', 'The cat sleeps.\n'), ('t', 'Die Katze schläft.\n')):
+        (tmp_path / name).write_text(line * 30)
+    for options in (['--tsv', table], ['--corpus', 'tsv', '--tsv', table], ['--src', tmp_path / 's', '--tgt', tmp_path / 't']):
+        printed = run('evaluate', *options, '--samples', 0)
+        assert re.match(r'\S+: 30 sentences\n  BLEU 100.00', printed.out)
+    assert 'leave it out' in fails('evaluate', '--tsv', table, '--split', 'val')
+    assert 'one is missing' in fails('evaluate', '--src', table)
+    assert 'de-en' in fails('evaluate', '--tsv', table, '--pair', 'de-en')
+
+
+def test_a_model_is_scored_on_what_it_was_trained_on(trained, run, fails, tmp_path):
+    step = list_checkpoints(trained)[-1]
+    for folder in (trained, step):
+        found = json.loads(run('evaluate', '--model', folder, '--json', '--samples', 0, '--max-extra-tokens', 2,
+                               '--output', tmp_path / f'{folder.name}.txt').out)
+        references = [tgt for _, tgt in load_corpus(parse(['train', '--config', str(trained / 'run.json')]).run.corpus)['test']]
+        lines = (tmp_path / f'{folder.name}.txt').read_text().splitlines()
+        assert found['sentences'] == len(references) == len(lines) and next(iter(found)) == 'sentences'
+        assert found['bleu'] == score(lines, references).bleu
+        assert found['tokens_per_second'] > found['sentences_per_second'] > 0 and found['perplexity'] > 1
+    assert "no split 'exam'" in fails('evaluate', '--model', trained, '--split', 'exam')
+    shutil.copytree(trained, tmp_path / 'copy')
+    for name in ('run.json', 'training.json'):
+        (tmp_path / 'copy' / name).write_text('{}')
+    assert 'does not say which corpus' in fails('evaluate', '--model', tmp_path / 'copy')
+
+
+def test_translations_of_any_system(tmp_path, run, fails):
+    for name, lines in {'ours': 'Ein Hund.\n' * 3, 'refs': 'Ein Hund .\n' * 3, 'short': 'Ein Hund.\n'}.items():
+        (tmp_path / name).write_text(lines)
+    both = ['--translations', tmp_path / 'ours', '--references', tmp_path / 'refs', '--samples', 0]
+    assert 'ours: 3 sentences' in run('evaluate', *both).out
+    assert 'the other system: BLEU' in run('evaluate', *both, '--against', tmp_path / 'ours').out
+    assert '1 lines, but there are 3 references' in fails('evaluate', *both, '--against', tmp_path / 'short')
+    assert 'one is missing' in fails('evaluate', '--translations', tmp_path / 'ours')
+    assert 'absent' in fails('evaluate', '--translations', tmp_path / 'absent', '--references', tmp_path / 'refs')
+    assert 'would be replaced' in fails('evaluate', *both, '--output', tmp_path / 'refs', '--overwrite')
+    assert '.doc must end in .png' in fails('evaluate', *both, '--plot', tmp_path / 'a.doc')
+    run('evaluate', *both, '--plot', tmp_path / 'a.png')
+    assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.mark.parametrize('option, value', [('--against', 'typo'), ('--tokenized-references', 'typo'), ('--samples', '20')])
+def test_evaluate_checks_its_input_before_it_translates(monkeypatch, fails, option, value):
+    monkeypatch.setattr(Translator, 'translate', lambda *args, **options: pytest.fail('it translated first'))
+    assert value in fails('evaluate', option, value)
+
+
+# --- the other commands
+
+def test_average(trained, run, fails, tmp_path):
+    out = tmp_path / 'mean'
+    assert 'is the average of step-00000010, step-00000020' in run('average', trained, '--n', 2, '--out', out).out
+    assert run('translate', '--model', out, '--max-extra-tokens', 1, 'the dog runs .').out.count('\n') == 1
+    assert 'keeps 2 of its 9 last checkpoints' in fails('average', trained, '--n', 9)
+    assert 'no val_bleu in its log' in fails('average', trained, '--best', '--monitor', 'val_bleu')
+    assert '--n 0 must be at least 1' in fails('average', trained, '--n', 0)
+
+
+def test_the_last_checkpoints_are_those_on_schedule(tmp_path):
+    (tmp_path / 'run.json').write_text('{"training": {"save_every": 100}}')
+    rows = [{'step': step, 'val_loss': 1.0} for step in (100, 200, 300, 350, 400, 450)]
+    assert commands.Average(tmp_path, n=3).last_steps(rows) == [300, 400, 450] # 350: an interruption
+
+
+def test_attention_is_a_page(run, fails, tmp_path):
+    path = tmp_path / 'maps.html'
+    assert 'maps.html' in run('attention', 'The cat sleeps.', '--output', path).out
+    assert '<html' in path.read_text(encoding='utf-8')
+    assert 'exists' in fails('attention', 'The cat sleeps.', '--output', path)
+
+
+def test_demo(tmp_path, monkeypatch, run):
+    splits = {split: load_corpus('toy-ende')[split][:20] for split in ('test', 'test_long', 'test_combinations')}
+    monkeypatch.setattr(train_command, 'train', lambda *args, **options: Translator.load())
+    monkeypatch.setattr(train_command, 'load_corpus', lambda config: splits)
+    monkeypatch.setattr(train_command, 'phenomenon_scores', lambda split, translations: {'negation': score(['a b'], ['a b'])})
+    text = run('demo', '--out', tmp_path).out
+    assert all(f'\n{split}: BLEU ' in text for split in splits) and 'negation' in text
+    assert (tmp_path / 'attention.png').stat().st_size > 10_000
+
+
+def test_export_and_import(tmp_path, fails, run):
+    assert 'nothing' in fails('import-marian', tmp_path / 'nothing', '--out', tmp_path / 'y')
+    assert not (tmp_path / 'y').exists()
+    assert '--quantization int8' in fails('export', SHIPPED, '--to', 'marian', '--out', tmp_path / 'x', '--quantization', 'int8')
+    run('export', SHIPPED, '--to', 'marian', '--out', tmp_path / 'marian')
+    assert (tmp_path / 'marian/config.json').is_file()
