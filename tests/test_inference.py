@@ -6,7 +6,7 @@ import torch
 
 from annotated_transformer import decoding
 from annotated_transformer.inference import (
-    DecoderState, DecodingConfig, KeyValueCache, beam_search, greedy, next_log_probs, sample)
+    DecoderState, DecodingConfig, KeyValueCache, beam_search, greedy, process_logits, sample)
 from annotated_transformer.recurrent import Recurrent, RecurrentConfig
 from annotated_transformer.relative_positions import RelativeConfig, RelativeTransformer
 from annotated_transformer.transformer import Transformer, TransformerConfig
@@ -91,16 +91,16 @@ def test_selected_sentences_continue_unchanged(model, src):
     torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize('beam_size', [1, 4])
-@pytest.mark.parametrize('length_penalty', [0.0, 0.6, 1.5])
+@pytest.mark.parametrize('beam_size, length_penalty', [(4, 0.6), (3, 0.0), (2, 1.5), (1, 0.6)])
 def test_beam_search_equals_the_reference(model, src, beam_size, length_penalty):
-    found = beam_search(model, src, beam_size=beam_size, length_penalty=length_penalty, max_extra_tokens=12)
-    for hypotheses, sentence in zip(found, one_by_one(src)):
-        expected = decoding.beam_search(model, sentence, beam_size=beam_size, length_penalty=length_penalty,
-                                        max_extra_tokens=12)[0]
-        if beam_size > 1:
-            assert hypotheses[0].ids == expected.ids
-            assert math.isclose(hypotheses[0].normalized_score, expected.normalized_score, abs_tol=1e-4)
+    settings = {'beam_size': beam_size, 'length_penalty': length_penalty, 'max_extra_tokens': 8,
+                'n_best': min(beam_size, 2)}
+    for hypotheses, sentence in zip(beam_search(model, src[:6], **settings), one_by_one(src)):
+        reference = decoding.beam_search(model, sentence, **settings)
+        assert [found.ids for found in hypotheses] == [found.ids for found in reference]
+        for found, expected in zip(hypotheses, reference):
+            assert math.isclose(found.log_prob, expected.log_prob, abs_tol=1e-4)
+            assert math.isclose(found.normalized_score, expected.normalized_score, abs_tol=1e-4)
 
 
 def test_greedy_equals_the_reference(model, src):
@@ -165,6 +165,15 @@ def test_maximum_length(model, src):
         assert len(hypotheses[0].ids) <= length + 2
 
 
+def test_samples_equal_the_reference(model, src):
+    "The same seed draws the same tokens, one sentence at a time."
+    for seed, sentence in enumerate(one_by_one(src)[:4]):
+        settings = {'temperature': 0.8, 'top_k': 9, 'top_p': 0.9, 'max_extra_tokens': 6}
+        found = sample(model, sentence, **settings, generator=torch.Generator().manual_seed(seed))
+        reference = decoding.sample(model, sentence, **settings, generator=torch.Generator().manual_seed(seed))
+        assert [hypothesis.ids for hypothesis in found] == reference
+
+
 def test_samples_repeat_with_the_seed(model, src):
     draws = [sample(model, src, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]
@@ -184,12 +193,43 @@ def test_recurrent_model_is_searched_by_the_same_code(src):
 
 
 def test_cache_grows_beyond_its_first_buffer():
-    cache = KeyValueCache()
-    keys = torch.randn(2, 3, 40, 4)
+    "Two layers with different numbers of heads share the buffers."
+    cache = KeyValueCache(2, [3, 1], 4, 5, like=torch.zeros(()))
+    keys = torch.randn(2, 4, 40, 4)
+    values = torch.randn(2, 4, 40, 5)
     for i in range(40):
-        key, value = cache.append(keys[:, :, i:i + 1], 2 * keys[:, :, i:i + 1])
-    assert torch.equal(key, keys)
-    assert torch.equal(value, 2 * keys)
+        cache.add_position()
+        for layer, heads in enumerate([slice(0, 3), slice(3, 4)]):
+            key, value = cache.update(layer, keys[:, heads, i:i + 1], values[:, heads, i:i + 1])
+            assert torch.equal(key, keys[:, heads, :i + 1])
+            assert torch.equal(value, values[:, heads, :i + 1])
+
+
+def test_translation_ends_where_the_constraints_forbid_every_token():
+    "Three tokens, none of which may occur twice, and a minimum length of nine."
+    torch.manual_seed(0)
+    model = Transformer(TransformerConfig(**{**SIZES, 'vocab_size': 6})).eval()
+    src = torch.tensor([[4, 5, EOS], [3, EOS, PAD]])
+    constraints = {'no_repeat_ngram_size': 1, 'min_length': 9}
+    for hypotheses in beam_search(model, src, n_best=2, **constraints):
+        assert [len(hypothesis.ids) for hypothesis in hypotheses] == [3, 3]
+        assert all(math.isfinite(hypothesis.log_prob) for hypothesis in hypotheses)
+    assert all(sorted(found.ids) == [3, 4, 5] for found in greedy(model, src, **constraints))
+
+
+def test_bfloat16_model_is_searched():
+    model = make_model('post-norm').bfloat16()
+    found = beam_search(model, torch.tensor([[7, 8, EOS], [9, EOS, PAD]]), max_extra_tokens=4)
+    assert all(math.isfinite(hypotheses[0].log_prob) for hypotheses in found)
+
+
+def test_number_of_threads_is_restored(src):
+    n_threads = torch.get_num_threads()
+    model = make_model('post-norm')
+    with pytest.raises(ValueError, match='temperature'):
+        sample(model, src, temperature=0.0)
+    beam_search(model, src, max_extra_tokens=2)
+    assert torch.get_num_threads() == n_threads
 
 
 @pytest.mark.parametrize('name, value', [
@@ -221,4 +261,4 @@ def test_bad_prefixes_are_named(src):
 def test_nan_logits_are_an_error():
     logits = torch.full((1, 1, 9), math.nan)
     with pytest.raises(FloatingPointError, match='damaged'):
-        next_log_probs(logits, torch.zeros(1, 1, 0, dtype=torch.long), DecodingConfig())
+        process_logits(logits, torch.zeros(1, 1, 0, dtype=torch.long), DecodingConfig())

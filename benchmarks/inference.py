@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""Compare `inference` with the reference search, and measure what each of its optimizations is worth.
+
+    python benchmarks/inference.py
+
+writes results/inference.json, which the page about inference shows. Run it on a machine that does nothing else.
+"""
+import argparse
+import json
+import random
+import statistics
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from record import about
+
+from annotated_transformer import decoding, inference
+from annotated_transformer.attention import MultiHeadAttention, attention, padding_mask
+from annotated_transformer.batches import pad_rows
+from annotated_transformer.files import atomic_write
+from annotated_transformer.kernels import accelerate
+from annotated_transformer.relative_positions import RelativeConfig, RelativeTransformer
+from annotated_transformer.toy_languages import toy_ende
+from annotated_transformer.transformer import Transformer, TransformerConfig
+from annotated_transformer.translator import Translator
+from annotated_transformer.vocabulary import EOS, PAD
+
+RESULTS = Path(__file__).parent / 'results'
+SETTINGS = {'greedy, 1 sentence': (1, 1), 'beam 4, 1 sentence': (4, 1), 'beam 4, batch of 64': (4, 64)}
+
+
+class Unoptimized(inference.DecoderState):
+    "A DecoderState without one of its optimizations."
+    without = None
+
+    def __init__(self, model, src):
+        super().__init__(model, src)
+        if self.without == 'no mask for unpadded batches':
+            self.src_mask = padding_mask(src, PAD)
+
+    def self_attention(self, i, mha, x):
+        if self.without != 'one product for q, k, v':
+            return super().self_attention(i, mha, x)
+        shape = (x.size(0) * x.size(1), mha.n_heads, 1, -1)
+        query, key, value = [projection(x).view(shape) for projection in (mha.q_proj, mha.k_proj, mha.v_proj)]
+        keys, values = self.cache.update(i, key, value)
+        output, _ = mha.attention_fn(query, keys, values, None)
+        return mha.out_proj(output.reshape(x.size(0), x.size(1), -1))
+
+    def cross_attention(self, i, mha, x):
+        if self.without != 'k queries for each source':
+            return super().cross_attention(i, mha, x)
+        s, k, _ = x.shape
+        query = mha.split_heads(mha.q_proj(x.flatten(0, 1)[:, None]))
+        keys, values = [part.repeat_interleave(k, 0) for part in self.cross[i]]
+        mask = None if self.src_mask is None else self.src_mask.repeat_interleave(k, 0)
+        output, _ = mha.attention_fn(query, keys, values, mask)
+        return mha.out_proj(mha.merge_heads(output)).view(s, k, -1)
+
+
+class CopyingCache(inference.KeyValueCache):
+    "No room to spare: every step copies all positions into a larger tensor."
+    def add_position(self):
+        if self.length == 0:
+            self.keys = self.keys[:, :, :1]
+            self.values = self.values[:, :, :1]
+        else:
+            self.keys = torch.cat([self.keys, self.keys[:, :, :1]], dim=2)
+            self.values = torch.cat([self.values, self.values[:, :, :1]], dim=2)
+        self.length += 1
+
+
+VARIANTS = ['one product for q, k, v', 'k queries for each source', 'no mask for unpadded batches',
+            'fused attention', 'buffers with spare room', 'done sentences leave the batch']
+
+
+@contextmanager
+def variant(name, model):
+    "Switch one optimization off."
+    saved = {key: getattr(inference, key) for key in ('KeyValueCache', 'rows_to_keep', 'DecoderState')}
+    Unoptimized.without = name
+    if name in VARIANTS[:3]:
+        inference.DecoderState = Unoptimized
+    if name == 'fused attention':
+        for module in model.modules():
+            if isinstance(module, MultiHeadAttention):
+                module.attention_fn = attention
+    if name == 'buffers with spare room':
+        inference.KeyValueCache = CopyingCache
+    if name == 'done sentences leave the batch':
+        inference.rows_to_keep = lambda done: None
+    try:
+        yield
+    finally:
+        accelerate(model)
+        for key, value in saved.items():
+            setattr(inference, key, value)
+
+
+def measure(model, rows, rounds):
+    """Return milliseconds for each sentence, and the time without each optimization over the time with all.
+
+    Times are processor times, so that other programs disturb them less: use one thread.
+    """
+    names = ['the reference', None, *VARIANTS]
+    seconds = {setting: {name: [] for name in names} for setting in SETTINGS}
+    for _ in range(rounds):
+        random.shuffle(names)
+        for setting, (beam_size, batch_size) in SETTINGS.items():
+            batches = [pad_rows(rows[i:i + batch_size]) for i in range(0, max(batch_size, 12), batch_size)]
+            for name in names:
+                if name == 'the reference' and batch_size > 1:
+                    continue
+                start = time.process_time()
+                with variant(name, model):
+                    for src in batches:
+                        if name == 'the reference':
+                            decoding.beam_search(model, src, beam_size)
+                        else:
+                            inference.beam_search(model, src, beam_size=beam_size)
+                seconds[setting][name].append((time.process_time() - start) / sum(map(len, batches)))
+    medians = {setting: {name: statistics.median(found) for name, found in times.items() if found}
+               for setting, times in seconds.items()}
+    with_all = {setting: round(1000 * found[None], 2) for setting, found in medians.items()}
+    without = {name: {setting: round(found[name] / found[None], 3)
+                      for setting, found in medians.items() if name in found}
+               for name in ['the reference', *VARIANTS]}
+    return with_all, without
+
+
+def compare(model, rows):
+    "Count the sentences for which both beam searches return the same tokens."
+    found = [hypotheses[0] for start in range(0, len(rows), 100)
+             for hypotheses in inference.beam_search(model, pad_rows(rows[start:start + 100]), max_extra_tokens=9)]
+    result = {'sentences': len(rows), 'same': 0, 'ties': 0, 'different': 0, 'largest_difference': 0.0}
+    for row, hypothesis in zip(rows, found):
+        reference = decoding.beam_search(model, torch.tensor([row]), max_extra_tokens=9)[0]
+        difference = abs(hypothesis.normalized_score - reference.normalized_score)
+        result['largest_difference'] = max(result['largest_difference'], difference)
+        if hypothesis.ids == reference.ids:
+            result['same'] += 1
+        else:
+            result['ties' if difference < 1e-4 else 'different'] += 1
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description='Compare inference with the reference search.')
+    parser.add_argument('--rounds', type=int, default=15)
+    parser.add_argument('--sentences', type=int, default=1000, help='0: measure only, keep the comparison')
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    translator = Translator.load(device='cpu')
+    pairs = [*toy_ende('test'), *toy_ende('val')][:args.sentences or 200]
+    rows = translator.encode([pair.src for pair in pairs])
+    torch.manual_seed(0)
+    small = {'vocab_size': 200, 'n_layers': 2, 'd_model': 32, 'd_ff': 64, 'n_heads': 4, 'max_len': 60}
+    untrained = [[*torch.randint(4, 200, (1 + i % 12,)).tolist(), EOS] for i in range(args.sentences)]
+    models = {
+        'shipped model': (translator.model, rows),
+        'untrained, pre-norm, learned': (
+            Transformer(TransformerConfig(**small, norm='pre', positions='learned')).eval(), untrained),
+        'untrained, rotary': (
+            accelerate(RelativeTransformer(RelativeConfig(**small, positions='rotary')).eval()), untrained)}
+    with_all, without = measure(translator.model, rows, args.rounds)
+    print(json.dumps(without, indent=1), flush=True)
+    path = RESULTS / 'inference.json'
+    if args.sentences:
+        equality = {name: compare(*model_and_rows) for name, model_and_rows in models.items()}
+    else:
+        equality = json.loads(path.read_text())['equality']
+    result = {**about(), 'threads': 1, 'settings': list(SETTINGS), 'milliseconds': with_all,
+              'without': without, 'equality': equality}
+    atomic_write(path, json.dumps(result, indent=1) + '\n')
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == '__main__':
+    main()
