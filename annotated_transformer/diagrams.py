@@ -219,7 +219,7 @@ def tour() -> None:
     label(ax, tgt, 7.05, 'der kleine Hund schläft', 9.5, bold=True)
     arrow(ax, search.right, (6.75, search.y), (6.75, 0.93), (tgt + 0.72, 0.93), color=BLUE)
     label(ax, 6.97, 3.4, 'append the next token id, repeat', 9, BLUE, rotation=90, va='center')
-    part(src, 6.5, 'training', 'learns the weights', RED, '07')
+    part(src, 6.5, 'training', 'learns the parameters', RED, '07')
     part(src, 5.92, 'scoring', 'measures quality', GREEN, '09')
     part(src, 5.34, 'attention_maps', 'looks inside', PURPLE, '11')
 
