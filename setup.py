@@ -35,7 +35,7 @@ setup(
                  'Intended Audience :: Developers', 'Intended Audience :: Education',
                  f'Natural Language :: {cfg["language"]}', 'Programming Language :: Python :: 3'],
     packages=find_packages(include=[cfg['lib_path'], f'{cfg["lib_path"]}.*']),
-    package_data={cfg['lib_path']: ['py.typed', 'data/**'], f'{cfg["lib_path"]}.v1': ['data/**']},
+    package_data={cfg['lib_path']: ['py.typed', 'data/**']},
     python_requires=f'>={cfg["min_python"]}',
     install_requires=cfg['requirements'].split(),
     extras_require={key[:-len(EXTRA)]: cfg[key].split() for key in cfg if key.endswith(EXTRA)},

@@ -1,5 +1,5 @@
 """“Attention Is All You Need” as executable pages, and the translation library that they export.
 
-Start at `v1.translator.Translator`.
+Start at `annotated_transformer.translator.Translator`.
 """
-__version__ = '0.1.0'
+__version__ = '0.2.0'

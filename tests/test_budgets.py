@@ -90,5 +90,5 @@ def test_module_is_short(module):
 
 
 def test_all_pages_together_are_small():
-    size = sum(page.stat().st_size for page in NBS.glob('*.ipynb') if not page.name.startswith('v1_'))
+    size = sum(page.stat().st_size for page in NBS.glob('*.ipynb'))
     assert size < MAX_BYTES

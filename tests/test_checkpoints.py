@@ -245,22 +245,6 @@ def test_relative_positions_become_a_kind(positions):
     assert new['kind'] == 'relative' and new['positions'] == positions and 'init' not in new
 
 
-def test_the_shipped_model_is_that_of_0_1_0():
-    "Only until version 0.1.0 leaves the repository: the same numbers, the same tokens."
-    old = ROOT / 'annotated_transformer/v1/data/toy-ende'
-    if not old.exists():
-        pytest.skip('version 0.1.0 is gone')
-    before = safetensors.torch.load_file(old / 'model.safetensors')
-    after = safetensors.torch.load_file(SHIPPED / 'model.safetensors')
-    assert sorted(t.numpy().tobytes() for t in before.values()) == sorted(t.numpy().tobytes() for t in after.values())
-    assert (old / 'tokenizer.json').read_bytes() == (SHIPPED / 'tokenizer.json').read_bytes()
-    from annotated_transformer.v1.checkpoints import load_model as load_old_model
-    src = torch.randint(4, 1000, (2, 9), generator=torch.Generator().manual_seed(0))
-    tgt = torch.randint(4, 1000, (2, 6), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        torch.testing.assert_close(load_model(SHIPPED)(src, tgt), load_old_model(old)(src, tgt), rtol=0, atol=1e-4)
-
-
 def test_the_shipped_model_tells_where_it_comes_from():
     assert len(load_tokenizer(SHIPPED / 'tokenizer.json')) == load_model(SHIPPED).config.vocab_size == 1000
     record = read_json(SHIPPED / 'training.json')

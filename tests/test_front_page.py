@@ -33,7 +33,7 @@ def test_python_example_gives_the_output_that_is_shown():
 
 
 def test_commands_exist():
-    from annotated_transformer.v1.cli import parse
+    from annotated_transformer.cli import parse
     lines = [line for block in blocks('sh') for line in block.splitlines() if line.startswith('annotated-transformer')]
     assert {line.split()[1] for line in lines} >= {'train', 'evaluate', 'translate'}
     for line in lines:

@@ -32,19 +32,7 @@ FLOORS = {
     9: 'cli',
     10: '__main__',
 }
-# Version 0.1.0, until its modules are rebuilt: v1 imports from v1 alone, and lies below everything new.
-FLOORS_OF_V1 = {
-    1: 'attention positions vocabulary losses optimizer scoring toy_languages visualize checks distributed',
-    2: 'layers batches corpora complexity',
-    3: 'transformer large_corpora recurrent',
-    4: 'checkpoints decoding',
-    5: 'training',
-    6: 'translator',
-    7: 'recipe interop heads',
-    8: 'cli',
-}
-FLOOR = ({f'v1.{name}': (1, floor) for floor, names in FLOORS_OF_V1.items() for name in names.split()} |
-         {name: (2, floor) for floor, names in FLOORS.items() for name in names.split()})
+FLOOR = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 FOR_DEVELOPMENT = {'nbdev', 'execnb', 'fastcore', 'ghapi', 'beartype', 'IPython', 'pytest'}
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.stem not in ('__init__', '_modidx'))
 PAGES = sorted((ROOT/'nbs').glob('*.ipynb'))
@@ -67,7 +55,7 @@ def committed():
 
 
 def dotted(path):
-    "A module's name within the package: `attention`, `v1.attention`."
+    "A module's name within the package."
     return '.'.join(path.relative_to(PACKAGE).with_suffix('').parts)
 
 
@@ -91,7 +79,8 @@ def test_version(cfg):
 def test_every_module_has_a_page_and_a_floor():
     for path in MODULES:
         assert dotted(path) in FLOOR, f'{dotted(path)}: give it a floor in FLOORS'
-        if path.stem == '__main__' or path.parent.name == 'v1': continue # 0.1.0's pages go as they are rebuilt
+        if path.stem == '__main__':
+            continue
         made_from = re.search(r'File to edit: (\S+\.ipynb)', path.read_text(encoding='utf-8')[:300])
         assert made_from and (path.parent/made_from[1]).resolve() in PAGES, f'{dotted(path)} is not made from a page'
 
@@ -102,20 +91,20 @@ def test_imports_come_from_lower_floors(path):
         top, *rest = name.split('.')
         assert top not in FOR_DEVELOPMENT, f'{path.name} imports {name}, which its users do not have'
         if top != PACKAGE.name or rest == ['__version__']: continue
-        module = '.'.join(rest[:2 if rest[:1] == ['v1'] else 1])
+        module = '.'.join(rest[:1])
         assert module in FLOOR, f'{dotted(path)} imports {name}: name the module it comes from'
         assert FLOOR[module] < FLOOR[dotted(path)], (
             f'{dotted(path)} (floor {FLOOR[dotted(path)]}) imports {module} (floor {FLOOR[module]})')
 
 
-def test_lines_are_at_most_140_wide(committed):
+def test_lines_are_at_most_120_wide(committed):
     "Of the modules, of tests and tools, and of the pages' code; not what nbdev lists."
     code = {f: text.splitlines() for f, text in committed.items() if f.endswith('.py') and not f.endswith('_modidx.py')}
     for page in PAGES:
         cells = json.loads(page.read_text(encoding='utf-8'))['cells']
         code[page.name] = ''.join(''.join(c['source']) + '\n' for c in cells if c['cell_type'] == 'code').splitlines()
     wide = [f'{f}: {line}' for f, lines in code.items() for line in lines
-            if len(line) > 140 and not line.startswith('__all__')]
+            if len(line) > 120 and not line.startswith('__all__')]
     assert not wide
 
 
@@ -179,5 +168,4 @@ def test_front_page_is_of_today(cfg):
         cells = json.loads(page.read_text(encoding='utf-8'))['cells']
         title = re.search(r'^# (.+)', '\n'.join(''.join(c['source']) for c in cells
                                                if c['cell_type'] == 'markdown'), re.M)
-        number = '' if page.stem.startswith('v1_') else f'{page.stem[:2]} '
-        assert f'[{number}{title[1]}](nbs/{page.name})' in text, 'run `make readme`'
+        assert f'[{page.stem[:2]} {title[1]}](nbs/{page.name})' in text, 'run `make readme`'
