@@ -234,8 +234,8 @@ def test_number_of_threads_is_restored(src):
 
 @pytest.mark.parametrize('name, value', [
     ('beam_size', 0), ('max_extra_tokens', -1), ('min_length', -1), ('no_repeat_ngram_size', -1),
-    ('n_best', 0), ('n_best', 5), ('length_penalty', -0.1), ('length_penalty', math.nan), ('length_penalty_offset', -1.0),
-    ('patience', 0.0), ('patience', math.inf)])
+    ('n_best', 0), ('n_best', 5), ('length_penalty', -0.1), ('length_penalty', math.nan),
+    ('length_penalty_offset', -1.0), ('patience', 0.0), ('patience', math.inf)])
 def test_settings_out_of_range_are_named(name, value):
     with pytest.raises(ValueError, match=name):
         DecodingConfig(**{name: value})

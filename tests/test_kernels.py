@@ -77,7 +77,8 @@ def test_chunked_loss_survives_large_logits():
 
 def test_chunk_size_must_be_positive():
     with pytest.raises(ValueError, match='chunk_size=0'):
-        linear_cross_entropy(torch.randn(2, 3, requires_grad=True), torch.randn(5, 3), torch.tensor([1, 2]), chunk_size=0)
+        hidden = torch.randn(2, 3, requires_grad=True)
+        linear_cross_entropy(hidden, torch.randn(5, 3), torch.tensor([1, 2]), chunk_size=0)
 
 
 @pytest.mark.parametrize('label_smoothing', [0.0, 0.1])
