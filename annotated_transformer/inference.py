@@ -101,8 +101,8 @@ class DecoderState:
         attentions = [layer.self_attention for layer in model.decoder.layers]
         self.qkv = [fused_qkv(mha) for mha in attentions]
         n_heads = [mha.n_heads for mha in attentions]
-        d_k = keys.size(-1)
-        d_v = values.size(-1)
+        d_k = max(mha.k_proj.out_features // max(1, mha.n_heads) for mha in attentions)
+        d_v = max(mha.v_proj.out_features // max(1, mha.n_heads) for mha in attentions)
         self.cache = KeyValueCache(len(src), n_heads, d_k, d_v, like=encoder_output)
 
     def logits(
@@ -123,6 +123,8 @@ class DecoderState:
     def self_attention(self, i, mha, x):
         "One query for each hypothesis; the keys and values of earlier positions are cached."
         s, k, _ = x.shape
+        if mha.n_heads == 0: # all heads were pruned
+            return mha.out_proj(x.new_empty(s, k, 0))
         weight, bias, sizes = self.qkv[i]
         parts = F.linear(x, weight, bias).split(sizes, dim=-1)
         query, key, value = [part.view(s * k, mha.n_heads, 1, -1) for part in parts]
@@ -178,13 +180,11 @@ class DecodingConfig:
     min_length: int = 0            # and at least this many, EOS not counted
     no_repeat_ngram_size: int = 0  # no run of this many tokens occurs twice; 0: no limit
     n_best: int = 1                # translations to return for each sentence, at most `beam_size`
-    patience: float | None = None  # stop after patience * beam_size finished hypotheses;
-                                   # None: when no active hypothesis can win
+    patience: float | None = None  # stop at patience * beam_size finished ones; None: if none can win
 
     def __post_init__(self):
-        minimum = {'beam_size': 1, 'max_extra_tokens': 0, 'min_length': 0,
-                   'no_repeat_ngram_size': 0, 'n_best': 1}
-        for name, least in minimum.items():
+        for name in ('beam_size', 'n_best', 'max_extra_tokens', 'min_length', 'no_repeat_ngram_size'):
+            least = 1 if name in ('beam_size', 'n_best') else 0
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise ValueError(f'{name}={value!r} must be a whole number of at least {least}')
