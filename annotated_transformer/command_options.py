@@ -8,6 +8,7 @@ __all__ = ['METAVARS', 'GROUPS_TYPE', 'Option', 'Common', 'comments', 'strip_non
 
 # %% ../nbs/60_command_options.ipynb #cop004
 import contextlib
+import functools
 import inspect
 import io
 import json
@@ -44,6 +45,7 @@ class Common:
     save_config: Path | None = None # write all options to this file, which --config reads, and stop
 
 # %% ../nbs/60_command_options.ipynb #cop006
+@functools.cache # finding the source of a class takes long
 def comments(cls: type) -> dict[str, str]:
     "Return the comment behind each field of a dataclass, as the source code has it."
     found = {}

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -23,9 +22,11 @@ from annotated_transformer.command_options import named_as_typed, plain_error
 from annotated_transformer.corpora import load_corpus
 from annotated_transformer.inference import DecodingConfig
 from annotated_transformer.line_translation import PartialOutput, live_lines
+from annotated_transformer.run_folder import lock_folder
 from annotated_transformer.run_log import Interrupted
 from annotated_transformer.scoring import score
 from annotated_transformer.text_streams import FLUSH
+from annotated_transformer.trainer import Trainer
 from annotated_transformer.translator import SHIPPED, Translator
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,12 +53,6 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp('trained')
     main(['train', '--tsv', str(write_tsv(folder / 'pairs.tsv')), '--out', str(folder / 'run'), *SMALL])
     return folder / 'run'
-
-
-@pytest.fixture(scope='session')
-def shared(trained):
-    "Load each model once, whatever command asks for it."
-    return {None: Translator.load(), trained: Translator.load(trained)}
 
 
 @pytest.fixture
@@ -283,20 +278,23 @@ def test_an_early_interruption_promises_no_checkpoint(tmp_path, monkeypatch, cap
     assert ended.value.code == 130 and 'there was no checkpoint yet' in capsys.readouterr().err
 
 
-def test_a_stopped_process_saves_and_resumes(tmp_path):
-    "The one test that needs a process: a real signal, a real exit code, and the same weights as without it."
-    args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), *SMALL, '--max-steps', 40, '--max-epochs', 1000]
-    code = 'from annotated_transformer.cli import main; main()'
-    process = subprocess.Popen([sys.executable, '-c', code, *map(str, args), '--out', str(tmp_path / 'a')], cwd=ROOT,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not list_checkpoints(tmp_path / 'a'):
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    message = process.communicate(timeout=60)[1].strip().splitlines()[-1]
-    assert process.returncode == 143 and 'is saved in' in message and 'same command' in message
+def test_a_stopped_run_saves_and_resumes(tmp_path, monkeypatch, capsys):
+    "SIGTERM in the middle: a saved step, its own exit code, and in the end the weights of a run without it."
+    args = ['train', '--tsv', str(write_tsv(tmp_path / 'pairs.tsv')), *SMALL]
+    step = Trainer.step
+    def stops(self, batches):
+        step(self, batches)
+        if self.progress.step == 13:
+            os.kill(os.getpid(), signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, 'step', stops)
+        with pytest.raises(SystemExit) as ended:
+            main([*args, '--out', str(tmp_path / 'a')])
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert ended.value.code == 143 and re.search(r'step 1[34] is saved in', message) and 'same command' in message
+    assert not (tmp_path / 'a/training.json').exists()
     for out in ('a', 'b'):
-        main([*map(str, args), '--out', str(tmp_path / out)])
+        main([*args, '--out', str(tmp_path / out)])
     assert (tmp_path / 'a/model.safetensors').read_bytes() == (tmp_path / 'b/model.safetensors').read_bytes()
 
 
@@ -467,14 +465,14 @@ def test_every_search_setting_is_an_option():
     assert parse(['translate', *options]).decoding == other
 
 
-def test_a_reader_that_leaves_ends_the_command(tmp_path):
+def test_a_reader_that_leaves_ends_the_command(monkeypatch, capsys):
     reader, writer = os.pipe()
     os.close(reader)
-    code = 'from annotated_transformer.cli import main; main()'
-    with os.fdopen(writer) as out:
-        done = subprocess.run([sys.executable, '-c', code, 'translate', 'The cat sleeps.'], stdout=out,
-                              stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (141, '')
+    with os.fdopen(writer, 'w') as out:
+        monkeypatch.setattr(sys, 'stdout', out)
+        with pytest.raises(SystemExit) as ended:
+            main(['translate', 'The cat sleeps.'])
+    assert (ended.value.code, capsys.readouterr().err) == (141, '')
 
 
 def test_warnings_of_callers_are_left_alone(run):
@@ -544,6 +542,8 @@ def test_average(trained, run, fails, tmp_path):
     assert 'keeps 2 of its 9 last checkpoints' in fails('average', trained, '--n', 9)
     assert 'no val_bleu in its log' in fails('average', trained, '--best', '--monitor', 'val_bleu')
     assert '--n 0 must be at least 1' in fails('average', trained, '--n', 0)
+    with lock_folder(trained):
+        assert 'is in use by process' in fails('average', trained, '--n', 2)
 
 
 def test_the_last_checkpoints_are_those_on_schedule(tmp_path):
