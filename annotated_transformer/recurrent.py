@@ -44,7 +44,7 @@ class RecurrentConfig:
         if self.attention not in get_args(AttentionKind):
             raise ValueError(f'attention={self.attention!r} is unknown: choose {" or ".join(get_args(AttentionKind))}')
 
-# %% ../nbs/44_recurrent_baseline.ipynb #rec007
+# %% ../nbs/44_recurrent_baseline.ipynb #rec006
 class RecurrentEncoder(nn.Module):
     "A bidirectional LSTM over padded sentences."
     def __init__(self, config: RecurrentConfig):
@@ -75,7 +75,7 @@ def concatenate_directions(
     "Put the final states of both directions of each layer side by side."
     return state.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
 
-# %% ../nbs/44_recurrent_baseline.ipynb #rec009
+# %% ../nbs/44_recurrent_baseline.ipynb #rec010
 class AlignmentModel(nn.Module):
     "How well each source position matches each query. The part that depends on the source alone is computed once."
     def __init__(self, d_model: int, attention: AttentionKind):
@@ -101,7 +101,7 @@ class AlignmentModel(nn.Module):
         hidden = (self.q_proj(query)[:, :, None] + keys[:, None]).tanh()
         return self.score(hidden)[..., 0]
 
-# %% ../nbs/44_recurrent_baseline.ipynb #rec011
+# %% ../nbs/44_recurrent_baseline.ipynb #rec013
 class RecurrentState:
     "The state of a search: s sentences with k hypotheses each. It has the methods of `inference.DecoderState`."
     def __init__(self, model: 'Recurrent', src: Int[Tensor, "s n"]):
@@ -203,7 +203,7 @@ class Recurrent(nn.Module):
     def attention_maps(
         self, src: Int[Tensor, "1 n"], tgt: Int[Tensor, "1 m"],
     ) -> tuple[None, None, Float[Tensor, "1 1 m n"]]:
-        "Return the maps that `attention_maps.attention_maps` asks for: there is cross-attention only."
+        "Return the maps that `attention_maps.attention_maps` needs: there is cross-attention only."
         return None, None, self.run(src, tgt)[1][None]
 
     def hidden_states(self, src: Int[Tensor, "s n"], tgt: Int[Tensor, "s m"]) -> Float[Tensor, "s m d_model"]:
