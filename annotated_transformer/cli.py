@@ -32,6 +32,7 @@ COMMANDS = { # name: module and class, and what the list of commands says
     'average': ('commands', 'Average', "Average a run's checkpoints into a new model"),
     'import-marian': ('commands', 'ImportMarian', 'Convert a Marian or OPUS-MT model'),
     'export': ('commands', 'Export', 'Convert a model for CTranslate2 or Marian'),
+    'serve': ('commands', 'Serve', 'Translate over HTTP, for browsers and other programs'),
     'demo': ('train_command', 'Demo', 'Train, translate and score the toy translator in a few minutes'),
 }
 

@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['SEARCH', 'NAMES', 'TEXTS', 'own_decoding', 'load', 'own_corpus', 'Evaluate', 'check_lines', 'search_settings',
-           'Translate', 'Attention', 'Average', 'ImportMarian', 'Export']
+           'Translate', 'Attention', 'Average', 'ImportMarian', 'Export', 'Serve']
 
 # %% ../nbs/61_commands.ipynb #cmd004
 import json
@@ -27,6 +27,7 @@ from .line_translation import (
 from .parallel_text import raw_lines, stream_lines, zip_lines
 from .score_report import (
     PICTURES, describe, phenomenon_scores, report, require_matplotlib, save_plot)
+from .server import ServerConfig, serve
 from .train_command import chosen_device
 from .translator import SHIPPED, Translator, decoding_config
 
@@ -403,3 +404,32 @@ class Export(Command):
         else:
             export_marian(self.model, self.out)
         print(f'{self.out} is written')
+
+# %% ../nbs/61_commands.ipynb #cmd023
+@dataclass(frozen=True)
+class Serve(Command):
+    """Serve a model over HTTP, with the interface of LibreTranslate, until Ctrl-C.
+
+    Open the address that it prints in a browser to try it. Needs: pip install 'annotated_transformer[serve]'
+    """
+    model: Path | None = None # a model's folder (left out: the bundled toy English-German model)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    common: Common = field(default_factory=Common)
+
+    TEXTS = {
+        'max_waiting': 'sentences that may wait; a request beyond that is refused with status 429',
+        'max_sentences': 'sentences in one request; a request with more is refused with status 413',
+        'max_bytes': 'bytes in one request; a request with more is refused with status 413',
+        'timeout': 'seconds for one request; one that takes longer gets status 408 or 504',
+    }
+    GROUPS = {
+        '': ('', ('model', 'host', 'port', 'api_key', 'device', 'threads', 'config', 'save_config')),
+        'limit': ('', ('max_batch', 'max_wait', 'max_waiting', 'max_sentences', 'max_bytes', 'timeout')),
+    }
+    REST = 'limit'
+
+    def __call__(self) -> None:
+        translator = load(self.model, self.common)
+        source, target = translator.tokenizer.langs
+        serve(translator, self.server, lambda address: print(
+            f'Translating {source} to {target} at {address}. Ctrl-C ends.', flush=True))

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['LOG', 'SHORT_HELP', 'TRANSLATE_SCHEMA', 'ServerConfig', 'BadRequest', 'Waiting', 'Batcher', 'TranslateRequest',
            'parse_body', 'parse_request', 'read_body', 'check_key', 'translate_answer', 'attention_answer',
-           'create_app', 'serve']
+           'create_app', 'listen', 'serve']
 
 # %% ../nbs/32_serving.ipynb #srv004
 import asyncio
@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import json
 import logging
+import socket
 import time
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -301,9 +302,19 @@ TRANSLATE_SCHEMA = {'requestBody': {'required': True, 'content': {'application/j
     'example': {'q': 'The dog sleeps.', 'source': 'en', 'target': 'de'}}}}}
 
 # %% ../nbs/32_serving.ipynb #srv016
+def listen(config: ServerConfig) -> socket.socket:
+    "Listen on the address of the configuration. Raises ValueError if that is not possible, as on a port in use."
+    family = socket.AF_INET6 if ':' in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family)
+    except OSError as error:
+        reason = str(error.strerror).partition(' (')[0]
+        raise ValueError(f'port={config.port} of host {config.host} cannot be used ({reason}): choose another') from None
+
 def serve(
     translator: Translator,
     config: ServerConfig = ServerConfig(),
+    on_start: Callable[[str], object] | None = None, # is called with the address, once the server listens
 ) -> None:
     "Serve until interrupted; requests that are being answered are finished. Raises ImportError without uvicorn."
     try:
@@ -311,5 +322,10 @@ def serve(
     except ImportError:
         raise ImportError("serving needs uvicorn: pip install 'annotated_transformer[serve]'") from None
     app = create_app(translator, config)
-    uvicorn.run(app, host=config.host, port=config.port, log_level='warning', access_log=False,
-                timeout_graceful_shutdown=round(config.timeout))
+    with listen(config) as listener, contextlib.suppress(KeyboardInterrupt):
+        host = f'[{config.host}]' if ':' in config.host else config.host
+        if on_start:
+            on_start(f'http://{host}:{listener.getsockname()[1]}')
+        settings = uvicorn.Config(app, log_level='warning', access_log=False,
+                                  timeout_graceful_shutdown=round(config.timeout))
+        uvicorn.Server(settings).run(sockets=[listener])

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import warnings
@@ -25,6 +26,7 @@ from annotated_transformer.line_translation import PartialOutput, live_lines
 from annotated_transformer.run_folder import lock_folder
 from annotated_transformer.run_log import Interrupted
 from annotated_transformer.scoring import score
+from annotated_transformer.server import ServerConfig
 from annotated_transformer.text_streams import FLUSH
 from annotated_transformer.trainer import Trainer
 from annotated_transformer.translator import SHIPPED, Translator
@@ -575,3 +577,28 @@ def test_export_and_import(tmp_path, fails, run):
     assert '--quantization int8' in fails('export', SHIPPED, '--to', 'marian', '--out', tmp_path / 'x', '--quantization', 'int8')
     run('export', SHIPPED, '--to', 'marian', '--out', tmp_path / 'marian')
     assert (tmp_path / 'marian/config.json').is_file()
+
+
+# --- serve
+
+def test_options_of_serve_reach_the_server(monkeypatch, run):
+    served = []
+    monkeypatch.setattr(commands, 'serve', lambda translator, config, on_start: served.append((translator, config)))
+    run('serve', '--host', '0.0.0.0', '--port', 0, '--api-key', 'secret', '--max-batch', 8, '--max-waiting', 9,
+        '--max-sentences', 7, '--max-bytes', 500, '--timeout', 2.5, '--max-wait', 0.5, '--device', 'cpu')
+    translator, config = served[0]
+    assert config == ServerConfig('0.0.0.0', 0, 'secret', 8, 0.5, 9, 7, 500, 2.5)
+    assert translator.device.type == 'cpu'
+
+
+def test_serve_refuses_limits_and_ports_in_one_line(fails):
+    assert '--max-batch 0 must be at least 1' in fails('serve', '--max-batch', 0)
+    with socket.create_server(('127.0.0.1', 0)) as other:
+        pytest.importorskip('uvicorn', reason='the extra `serve` is not installed')
+        port = other.getsockname()[1]
+        assert f'--port {port} of host 127.0.0.1 cannot be used' in fails('serve', '--port', port)
+
+
+def test_serve_without_its_extra_says_what_to_install(monkeypatch, fails):
+    monkeypatch.setitem(sys.modules, 'uvicorn', None)
+    assert "serving needs uvicorn: pip install 'annotated_transformer[serve]'" in fails('serve', '--port', 0)

@@ -2,6 +2,10 @@
 import asyncio
 import json
 import logging
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -223,3 +227,21 @@ def test_parse_request_by_hand():
     fields = parse_body(b'q=a%20b&target=de', 'application/x-www-form-urlencoded; charset=utf-8')
     asked = parse_request(fields, ('en', 'de'), max_n_best=4, max_sentences=1)
     assert asked.texts == ['a b'] and asked.is_single and asked.n_best == 1
+
+
+def test_serve_prints_its_address_and_ends_with_an_interrupt():
+    "The command as a user meets it: an address, answers at that address, Ctrl-C."
+    httpx = pytest.importorskip('httpx')
+    command = [sys.executable, '-m', 'annotated_transformer', 'serve', '--port', '0']
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    try:
+        line = process.stdout.readline()
+        address = re.search(r'http://127.0.0.1:\d+', line)[0]
+        answer = httpx.post(f'{address}/translate', data={'q': 'The dog sleeps.'}, timeout=30)
+        assert answer.json() == {'translatedText': 'Der Hund schläft.'}
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        assert process.stderr.read() == ''
+    finally:
+        process.kill()
