@@ -60,7 +60,7 @@ class RotaryAttention:
         other.attention_fn = attention
         return other
 
-# %% ../nbs/40_relative_positions.ipynb #rel009
+# %% ../nbs/40_relative_positions.ipynb #rel010
 def alibi_slopes(
     n_heads: int,
 ) -> Float[Tensor, "heads"]:
@@ -109,7 +109,7 @@ class AlibiAttention:
             weights = weights.masked_fill(~mask, 0)
         return weights @ value, weights
 
-# %% ../nbs/40_relative_positions.ipynb #rel012
+# %% ../nbs/40_relative_positions.ipynb #rel017
 RELATIVE_POSITIONS = { # the attention functions of the encoder and of the decoder
     'rotary': lambda config: [RotaryAttention(config.head_size, config.max_len)] * 2,
     'alibi': lambda config: [AlibiAttention(config.n_heads)] * 2,

@@ -10,8 +10,8 @@ Each case is a kind of positions and a way to choose the training sentences: `sh
 is (at most 15 words), `joined` puts neighbouring pairs of that split side by side, so that lengths up to 31 words
 occur but no sentence is new, and `long` adds sentences like those of `test_long`. All cases are trained once with the
 first seed, then with the second, and so on, on the same number of target tokens. Every model is tested on four sets:
-`test`, `test_joined` (sentences of `test` side by side), `test_long`, and, if it adds vectors for absolute positions,
-on `test` with positions that start behind the longest training sentence. Every finished run is added to the record at
+`test`, `test_joined` (two or more sentences of `test` side by side), `test_long`, and, if it adds vectors for absolute positions,
+on `test` with positions that start behind the longest sentence of `short`. Every finished run is added to the record at
 once, so you can stop the script at any time.
 """
 import argparse
@@ -44,7 +44,7 @@ SIZES = {'n_layers': 2, 'd_model': 96, 'd_ff': 192, 'n_heads': 4, 'max_len': 128
 TRAINING = {
     'peak_lr': 4e-3, 'warmup_steps': 100, 'label_smoothing': 0.1, 'max_tokens': 500,
     'tokens': 400_000, # target tokens to train on; pairs are repeated as needed
-    'sentences': 250,  # of each test set, translated greedily
+    'sentences': 300,  # of each test set, translated greedily
 }
 KINDS = ('sinusoidal', 'learned', 'none', 'rotary', 'alibi', 'directional-alibi')
 CASES = [(kind, 'short') for kind in KINDS]
@@ -57,20 +57,29 @@ def n_words(text):
     "Return the number of words of a text."
     return len(text.split())
 
-def join_pairs(pairs, seed, shortest=2):
-    "Put neighbouring pairs side by side, up to a number of source words that is drawn from `shortest` to 31."
+def join_pairs(pairs, seed):
+    "Put neighbouring pairs side by side, up to a number of source words that is drawn from 2 to 31."
     draw = random.Random(seed).randint
     joined = []
     group = []
-    wanted = draw(shortest, LONGEST)
+    wanted = draw(2, LONGEST)
     for pair in pairs:
         total = sum(n_words(src) for src, _ in group)
         if group and (total >= wanted or total + n_words(pair[0]) > LONGEST):
             joined.append(tuple(' '.join(texts) for texts in zip(*group)))
             group = []
-            wanted = draw(shortest, LONGEST)
+            wanted = draw(2, LONGEST)
         group.append(pair)
     return joined
+
+def join_by_length(pairs, sentences=60):
+    "Put two or three neighbouring pairs side by side: equally many for each group of lengths."
+    joined = [tuple(' '.join(texts) for texts in zip(*pairs[i:i + size]))
+              for size in (2, 3) for i in range(0, len(pairs) - size, size)]
+    found = []
+    for shortest, longest in zip(EDGES[:-1], EDGES[1:]):
+        found += [pair for pair in joined if shortest < n_words(pair[0]) <= longest][:sentences]
+    return found
 
 @cache
 def data():
@@ -80,8 +89,7 @@ def data():
     test_long = list(corpus['test_long'])
     seen = {src for src, _ in test_long}
     new_long = [(p.src, p.tgt) for p in toy_ende('test_long', seed=1, n=10_000) if p.src not in seen]
-    test_joined = [pair for pair in join_pairs(toy_pairs_of('test', 3000), seed=0, shortest=16)
-                   if n_words(pair[0]) > 15]
+    test_joined = join_by_length(toy_pairs_of('test', 3000))
     train = {'short': short, 'joined': join_pairs(short, seed=0), 'long': short[:10_000] + new_long}
     tests = {'test': list(corpus['test']), 'test_joined': test_joined, 'test_long': test_long}
     return train, tests, train_tokenizer('bpe', corpus['train'], corpus.langs, 1000)
