@@ -70,7 +70,8 @@ def test_causal_alibi_is_that_of_bloom(n_heads):
 
 # --- distances
 
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-5), (torch.float32, 1e-4), (torch.bfloat16, 0.3)], ids=str)
+@pytest.mark.parametrize('dtype, tolerance', [
+    (torch.float64, 1e-5), (torch.float32, 1e-4), (torch.bfloat16, 0.3)], ids=str)
 def test_rotary_logits_depend_on_distance_only(dtype, tolerance):
     query, key, _ = heads(9, 16, dtype=dtype)
     rotary = RotaryAttention(16, 600)
