@@ -114,7 +114,7 @@ def token_batches(
     order.sort(key=lambda i: longer[i]) # pairs of equal length stay shuffled
     batches = []
     for i in order:
-        if batches and longer[i] * (len(batches[-1]) + 1) <= max_tokens:
+        if batches and longer[i] * (len(batches[-1]) + 1) <= max_tokens: # sorted: i is the longest
             batches[-1].append(i)
         else:
             batches.append([i])
