@@ -42,7 +42,7 @@ def edit_output(
 @contextmanager
 def edit_heads(
     mha: MultiHeadAttention,
-    edit: Callable[[Tensor], Tensor], # takes the outputs of all heads (batch, m, heads, d_v), returns what replaces them
+    edit: Callable[[Tensor], Tensor], # takes all heads' outputs (batch, m, heads, d_v), returns what replaces them
 ) -> Iterator[None]:
     "Edit the outputs of the heads of an attention, before the output projection, while the `with` block runs."
     def hook(module, inputs):
@@ -142,7 +142,8 @@ def head_outputs(
     batches: Iterable[Batch],
 ) -> dict[str, Float[Tensor, "positions heads d_v"]]: # by the name of the attention
     "Collect the outputs of all heads at all positions, padding excluded."
-    names = [name for name, module in model.named_modules() if isinstance(module, MultiHeadAttention) and module.n_heads]
+    names = [name for name, module in model.named_modules()
+             if isinstance(module, MultiHeadAttention) and module.n_heads]
     sites = [Site(name, heads=()) for name in names]
     collected = {name: [] for name in names}
     for batch in batches:

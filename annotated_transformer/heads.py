@@ -175,7 +175,8 @@ def rank_correlation(
 @dataclass(frozen=True)
 class PrunedConfig(TransformerConfig):
     "The sizes of a Transformer that lost some heads. Raises ValueError as TransformerConfig does."
-    kept_heads: dict = field(default_factory=dict, hash=False) # name of an attention: numbers of its heads; others have all
+    # name of an attention: numbers of its heads; an attention without an entry has all
+    kept_heads: dict = field(default_factory=dict, hash=False)
 
     def __post_init__(self):
         super().__post_init__()
@@ -187,7 +188,8 @@ class PrunedConfig(TransformerConfig):
                 raise ValueError(f'kept_heads names {name!r}, but the attentions are {", ".join(names)}')
             is_valid = isinstance(numbers, (list, tuple)) and all(isinstance(i, int) for i in numbers)
             if not is_valid or len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(self.n_heads)):
-                raise ValueError(f'kept_heads[{name!r}]={numbers!r} must be different numbers from 0 to {self.n_heads - 1}')
+                raise ValueError(f'kept_heads[{name!r}]={numbers!r} must be different numbers '
+                                 f'from 0 to {self.n_heads - 1}')
         ordered = {name: sorted(self.kept_heads[name]) for name in names if name in self.kept_heads}
         object.__setattr__(self, 'kept_heads', ordered)
 

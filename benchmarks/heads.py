@@ -8,8 +8,8 @@ results/heads.json, which the page on pruning heads shows.
         # one part again; it takes its place in the record
 
 `importance`: of each head, by gradient and by zero ablation, on training pairs, and by the BLEU that is lost
-without it. BLEU is always of the first sentences of `val`, decoded greedily. `curves`: heads are removed in the order of
-importance, of one kind or of all, and nothing is trained; for comparison the most important first. `gates`:
+without it. BLEU is always of the first sentences of `val`, decoded greedily. `curves`: heads are removed in the
+order of importance, of one kind or of all, and nothing is trained; for comparison the most important first. `gates`:
 learned gates, at several prices of an open head; beside them, as many heads by the gradient's choice, trained for
 as many steps on the same batches. `speed`: seconds of the processor, the whole model and smaller ones in turn;
 the median of each round's ratios.
@@ -149,7 +149,8 @@ def speed(run, metrics):
     middle = len(rows) // 2
     src = pad_rows(rows[max(0, middle - 32):middle + 32])
     batch = run.some[len(run.some) // 2]
-    tasks = {'forward': lambda model: model.hidden_states(batch.src, batch.tgt_in), 'encode': lambda model: model.encode(src),
+    tasks = {'forward': lambda model: model.hidden_states(batch.src, batch.tgt_in),
+             'encode': lambda model: model.encode(src),
              'decode': lambda model: greedy(model, src, min_length=20, max_extra_tokens=0)} # no sentence ends early
     found = {kept: {'parameters': count_parameters(model), 'of_attention': attention_parameters(model)}
              for kept, model in models.items()}

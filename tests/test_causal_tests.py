@@ -16,7 +16,8 @@ from annotated_transformer.kernels import accelerate
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.vocabulary import BOS, EOS, PAD
 
-SMALL = TransformerConfig(vocab_size=29, n_layers=2, d_model=16, d_ff=20, n_heads=4, d_k=4, d_v=3, dropout=0.0, max_len=24)
+SMALL = TransformerConfig(vocab_size=29, n_layers=2, d_model=16, d_ff=20, n_heads=4, d_k=4, d_v=3, dropout=0.0,
+                          max_len=24)
 ENCODER = 'encoder.layers.1.self_attention'
 CROSS = 'decoder.layers.0.cross_attention'
 
@@ -167,7 +168,8 @@ def test_ablation_holds_during_cached_decoding(model, batch):
     untouched = greedy(fast, batch.src[:1], max_extra_tokens=4)[0]
     for method in ('zero', 'mean'):
         with ablate(fast, heads, method, outputs), ablate(model, heads, method, outputs):
-            assert greedy(fast, batch.src[:1], max_extra_tokens=4)[0].log_prob != pytest.approx(untouched.log_prob, abs=0.01)
+            ablated = greedy(fast, batch.src[:1], max_extra_tokens=4)[0]
+            assert ablated.log_prob != pytest.approx(untouched.log_prob, abs=0.01)
             for row in batch.src:
                 src = row[row != PAD][None]
                 cached = greedy(fast, src, max_extra_tokens=4)[0]

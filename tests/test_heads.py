@@ -99,7 +99,8 @@ def test_searches_find_what_the_ablated_model_finds(changes, batch):
 
 def test_the_cache_gives_what_a_complete_pass_gives(batch):
     model = new_model()
-    heads = [head for head in heads_of(model) if head.number == 2 or head.attention == 'decoder.layers.0.self_attention']
+    name = 'decoder.layers.0.self_attention'
+    heads = [head for head in heads_of(model) if head.number == 2 or head.attention == name]
     pruned = prune_heads(model, heads)
     expected = logits(pruned, batch)
     state = DecoderState(pruned, batch.src)
