@@ -309,7 +309,8 @@ def listen(config: ServerConfig) -> socket.socket:
         return socket.create_server((config.host, config.port), family=family)
     except OSError as error:
         reason = str(error.strerror).partition(' (')[0]
-        raise ValueError(f'port={config.port} of host {config.host} cannot be used ({reason}): choose another') from None
+        raise ValueError(f'port={config.port} of host {config.host} cannot be used ({reason}): '
+                         'choose another') from None
 
 def serve(
     translator: Translator,
