@@ -4,10 +4,11 @@
 __all__ = ['bootstrap_interval', 't_quantile', 't_interval', 'sign_flip_p_value', 'PairedDifference', 'paired_difference', 'holm',
            'seeds_needed', 'verdict', 'Claim', 'decide', 'decision_table', 'dot_plot']
 
-# %% ../nbs/41_the_papers_claims.ipynb #clm002
+# %% ../nbs/41_the_papers_claims.ipynb #clm008
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -34,6 +35,7 @@ def bootstrap_interval(
     low, high = np.quantile(resampled, [tail, 1 - tail])
     return float(low), float(high)
 
+@cache
 def t_quantile(
     df: int,                  # degrees of freedom: the number of values less one
     confidence: float = 0.95,
@@ -57,7 +59,7 @@ def t_interval(
     half_width = t_quantile(len(values) - 1, confidence) * values.std(ddof=1) / math.sqrt(len(values))
     return float(values.mean() - half_width), float(values.mean() + half_width)
 
-# %% ../nbs/41_the_papers_claims.ipynb #clm003
+# %% ../nbs/41_the_papers_claims.ipynb #clm012
 def sign_flip_p_value(
     differences, # one number for each seed
 ) -> float:
@@ -106,7 +108,7 @@ def paired_difference(
         effect_size = math.copysign(math.inf, mean) if mean else 0.0
     return PairedDifference(mean, low, high, sign_flip_p_value(differences), effect_size, tuple(differences.tolist()))
 
-# %% ../nbs/41_the_papers_claims.ipynb #clm004
+# %% ../nbs/41_the_papers_claims.ipynb #clm015
 def holm(
     p_values: Iterable, # of all claims that are tested together
 ) -> list[float]: # in the same order
@@ -147,7 +149,7 @@ def verdict(
     observed = 'higher' if difference.mean > 0 else 'lower'
     return 'confirmed' if observed == prediction else 'contradicted'
 
-# %% ../nbs/41_the_papers_claims.ipynb #clm005
+# %% ../nbs/41_the_papers_claims.ipynb #clm018
 @dataclass(frozen=True)
 class Claim:
     "A claim about two variants, stated before the run, with the results of both."
@@ -179,7 +181,8 @@ def decision_table(
         claim = row['claim']
         d = row['difference']
         predicted = f'equal (± {claim.margin:g})' if claim.prediction == 'equal' else claim.prediction
-        lines.append(f'| {claim.name} | {predicted} | {d.mean:+.{digits}f} ({d.low:+.{digits}f} to {d.high:+.{digits}f}) '
+        interval = f'{d.low:+.{digits}f} to {d.high:+.{digits}f}'
+        lines.append(f'| {claim.name} | {predicted} | {d.mean:+.{digits}f} ({interval}) '
                      f'| {d.effect_size:+.1f} | {row["p_value"]:.3f} | {len(d.differences)} | **{row["verdict"]}** |')
     return '\n'.join(lines)
 
@@ -192,13 +195,16 @@ def dot_plot(
     zero: bool = False,                        # draw a line at 0: the values are differences
     interval: Callable | None = t_interval,    # of the values; None: dots alone
 ):
-    "One row for each group: a dot for each seed, a line for the 95 % interval, a bar at the mean. Returns the axes."
+    """One row for each group: a dot for each seed, a line for the 95 % interval, a bar at the mean.
+
+    A group with a single value has no interval. Returns the axes.
+    """
     colors = [color] * len(groups) if isinstance(color, str) else color
     for i, (values, shade) in enumerate(zip(groups.values(), colors)):
         values = to_array(values).astype(float)
         offsets = np.linspace(-0.12, 0.12, len(values)) # equal values stay visible
-        ax.plot(values, i - 0.16 + offsets, 'o', color=shade, markersize=3.5, alpha=0.6, markeredgewidth=0)
-        if interval is not None:
+        ax.plot(values, i - 0.16 + offsets, 'o', color=shade, markersize=3.5, alpha=0.75, markeredgewidth=0)
+        if interval is not None and len(values) > 1:
             ax.plot(interval(values), [i + 0.2, i + 0.2], color=shade, linewidth=2.5, solid_capstyle='butt')
         ax.plot([values.mean()] * 2, [i + 0.06, i + 0.34], color=shade, linewidth=2.5)
     if zero:

@@ -47,7 +47,8 @@ BASE = {
 FEW_PAIRS = BASE | {'d_model': 64, 'd_ff': 128, 'pairs': 500}
 DEEP = BASE | {'n_layers': 4, 'd_model': 48, 'd_ff': 96, 'max_tokens': 400, 'warmup_steps': 50, 'tokens': 70_000,
                'sentences': 0}
-TRAINING = ('peak_lr', 'warmup_steps', 'label_smoothing', 'max_tokens', 'warm_up', 'init', 'pairs', 'tokens', 'sentences')
+TRAINING = ('peak_lr', 'warmup_steps', 'label_smoothing', 'max_tokens', 'warm_up', 'init', 'pairs',
+            'tokens', 'sentences')
 
 CASES = {
     'base': BASE,

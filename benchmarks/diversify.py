@@ -26,7 +26,8 @@ from annotated_transformer.files import atomic_write
 from annotated_transformer.parallel_text import stream_lines
 from annotated_transformer.scoring import lowercased_tokenized
 
-SPLITS = {'': 'train', 'val-': 'val', 'test-': 'test_2016_flickr'} # {beginning of the flags: split} of the tokenized text
+# {beginning of the flags: split} of the tokenized text
+SPLITS = {'': 'train', 'val-': 'val', 'test-': 'test_2016_flickr'}
 STUDENT = ('--d-model 256 --d-ff 512 --dropout 0.2 --max-tokens 4096 --peak-lr 2.5e-3 '
            '--warmup-steps 1000 --max-steps 10000 --average-checkpoints 12') # more text allows a wider model
 FURTHER = '--dropout 0.3 --peak-lr 1e-3 --max-steps 9000' # starts from a trained model: smaller steps
@@ -44,7 +45,7 @@ def write(path: Path, lines: Iterable[str]) -> Path:
     return path
 
 def translations_of(runs: Path, model: Path, sentences: Path, search: str, cut: str | None = None) -> list[list[str]]:
-    "Return a model's translations of each sentence; they are written to a file once. `cut` is the language to tokenize."
+    "Return a model's translations of each sentence, from a file if it exists. `cut` is the language to tokenize."
     out = runs/'-'.join([model.name, *search.replace('--', '').split()])
     if not out.exists():
         run('translate', '--model', model, '--input', sentences, *shlex.split(search), '--output', out)
@@ -67,7 +68,7 @@ def teach(args, text: dict[str, Path]) -> dict[str, list[list[list[str]]]]: # te
     with ThreadPoolExecutor(args.jobs) as pool: *forward, backward = pool.map(work, teachers)
     return {src: [backward], tgt: forward}
 
-def nearest(taught: list[list[list[str]]], own: list[str], n: int, cut: bool) -> list[list[str]]: # is the text tokenized?
+def nearest(taught: list[list[list[str]]], own: list[str], n: int, cut: bool) -> list[list[str]]:
     "Return the `n` translations of each sentence with the highest sentence BLEU against the reference."
     bleu = BLEU(effective_order=True, tokenize='none' if cut else '13a')
     def choose(line, found):
@@ -128,7 +129,7 @@ def main():
     parser.add_argument('--student-search', default='--beam-size 5 --length-penalty 1.0 --n-best 5',
                         help="a student's decoding flags, when it teaches the next (%(default)s)")
     parser.add_argument('--nearest', type=int, default=3,
-                        help='translations of each sentence that the students after the first are trained on, in each direction')
+                        help='translations of each sentence that students after the first are trained on')
     parser.add_argument('--jobs', type=int, default=1, help='teachers to train at the same time')
     parser.add_argument('--processes', type=int, default=1, help='processes that train the student, with torchrun')
     parser.add_argument('--runs', type=Path, default=Path('runs/diversified'), help='folder of the runs and texts')

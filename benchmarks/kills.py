@@ -103,7 +103,8 @@ def phase(out: Path, since: float) -> str:
 def result(out: Path) -> dict[str, bytes]:
     "Return the content of all files that must be equal, without times."
     files = [out / name for name in ('log.jsonl', 'config.json', 'model.safetensors')]
-    files += [folder / name for folder in list_checkpoints(out) for name in ('config.json', 'model.safetensors', 'state.pt')]
+    names = ('config.json', 'model.safetensors', 'state.pt')
+    files += [folder / name for folder in list_checkpoints(out) for name in names]
     progress = {folder: json.loads((folder / 'progress.json').read_text()) | dict(minutes=0)
                 for folder in list_checkpoints(out)}
     return ({str(p.relative_to(out)): p.read_bytes() for p in files}
@@ -114,7 +115,7 @@ def main():
     parser.add_argument('--kills', type=int, default=20)
     parser.add_argument('--seed', type=int, default=1, help='seed of the random moments')
     parser.add_argument('--steps', type=int, default=160, help='steps of the run')
-    parser.add_argument('--pause', type=float, default=0.004, help='seconds by which each sync and rename is slowed down')
+    parser.add_argument('--pause', type=float, default=0.004, help='seconds added to each sync and rename')
     parser.add_argument('--record', type=Path, default=RESULTS / 'kills.json')
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what a corpus larger than memory costs: toy EN-DE pairs are written to files, encoded on disk, and trained on.
+"""Measure what a corpus larger than memory costs: toy EN-DE pairs are written, encoded on disk, and trained on.
 
     python benchmarks/large_corpus.py # 250,000, 500,000 and 1,000,000 pairs; writes results/large-corpus.json
     python benchmarks/large_corpus.py --sizes 2000 4000 --out - # try the script; prints the results only
@@ -148,7 +148,7 @@ def main():
     parser.add_argument('--folder', type=Path,
                         help='folder of the files (default: a temporary folder)')
     parser.add_argument('--out', default='large-corpus', help='name of the record in results/; -: write no record')
-    parser.add_argument('--note', default='', help='a note for readers of the record, for example whether the machine was shared')
+    parser.add_argument('--note', default='', help='a note in the record: was the machine shared?')
     parser.add_argument('--stage', choices=['prepare', 'train'], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.stage:

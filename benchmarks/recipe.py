@@ -4,8 +4,8 @@
     python benchmarks/recipe.py --data-dir DIR # --jobs 6 trains six at a time, for example on a GPU
     python benchmarks/recipe.py --data-dir DIR --epochs 6 --only dropout 'R-Drop'
 
-Every variant is `annotated-transformer train --recipe multi30k-en-de` with other flags and the same number of epochs, in
-a folder under --runs. Run the same command again to resume; variants that are in the record are not trained again. The
+Every variant is `annotated-transformer train --recipe multi30k-en-de` with other flags and the same number of
+epochs, in a folder under --runs. Run the same command again to resume; variants that are in the record are not trained again. The
 recipe itself is trained with three seeds, whose spread shows how much two runs differ by chance. Averaging and decoding
 settings need no training: they are tried with the recipe's first seed. No test split is used.
 """
@@ -82,7 +82,7 @@ def searched(folder: Path, pairs) -> dict[str, float]:
     return {name: evaluate(model, pairs, **search)[0].bleu for name, search in SEARCHES.items()}
 
 def recorded(args) -> dict:
-    "Return the record so far, or an empty one. Exits if it belongs to another recipe, other settings or another machine."
+    "Return the record so far, or an empty one. Exits if its recipe, settings or machine differ."
     same = {'epochs': args.epochs, 'flags': args.flags, 'search': SEARCH, 'recipe': RECIPES[RECIPE],
             'machine': machine()}
     if not args.out.exists(): return same

@@ -95,7 +95,7 @@ def main():
                         help='length penalties to try on val (0.6)')
     parser.add_argument('--tokenized', action='store_true', help='the corpus is lower-cased and tokenized')
     parser.add_argument('--teacher', type=Path, action='append', default=[],
-                        help='a run whose translations the model was trained on: its minutes are added; may be repeated')
+                        help='a run whose translations were training text: its minutes are added; may be repeated')
     args = parser.parse_args()
 
     translator = Translator.load(args.run)

@@ -77,7 +77,8 @@ class Learner:
     "One model in training."
     def __init__(self, task, config, rate):
         torch.manual_seed(SEED)
-        self.task, self.rate, self.model, self.step, self.tokens, self.seconds = task, rate, accelerate(build_model(config)), 0, 0, 0.
+        self.task, self.rate, self.model = task, rate, accelerate(build_model(config))
+        self.step, self.tokens, self.seconds = 0, 0, 0.
         self.optimizer, self.objective = make_optimizer(self.model), LossModule(self.model, task.training)
         self.loader = BatchLoader(task.train, task.training.max_tokens, SEED)
         self.batches, self.curve = self.all_batches(), []
@@ -141,7 +142,8 @@ def decode(task, learner, sentences):
                   cross=[[[round(w, 3) for w in row] for row in layer] for layer in seen.cross.mean(1).tolist()])
     groups = score_by_length(translations, references, EDGES[task.corpus.name])
     return dict(**took, looked=looked,
-                by_length={name: dict(bleu=part.bleu, chrf=part.chrf, sentences=part.sentences) for name, part in groups.items()})
+                by_length={name: dict(bleu=part.bleu, chrf=part.chrf, sentences=part.sentences)
+                           for name, part in groups.items()})
 
 def figures(task, learners, rates, decoded):
     "Return each model's part of the record."

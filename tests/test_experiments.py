@@ -194,3 +194,9 @@ def test_dot_plot_shows_every_seed_and_the_interval():
     assert [label.get_text() for label in ax.get_yticklabels()] == ['one', 'two']
     assert len(ax.lines) == 7
     plt.close(ax.figure)
+
+
+def test_dot_plot_of_a_single_seed_has_no_interval():
+    ax = dot_plot(plt.subplots()[1], {'one': [1.0]})
+    assert len(ax.lines) == 2 # the dot and the mean
+    plt.close(ax.figure)
