@@ -5,9 +5,9 @@
     python benchmarks/recipe.py --data-dir DIR --epochs 6 --only dropout 'R-Drop'
 
 Every variant is `annotated-transformer train --recipe multi30k-en-de` with other flags and the same number of
-epochs, in a folder under --runs. Run the same command again to resume; variants that are in the record are not trained again. The
-recipe itself is trained with three seeds, whose spread shows how much two runs differ by chance. Averaging and decoding
-settings need no training: they are tried with the recipe's first seed. No test split is used.
+epochs, in a folder under --runs. Run the same command again to resume; variants that are in the record are not
+trained again. The recipe itself is trained with three seeds, whose spread shows how much two runs differ by chance.
+Averaging and decoding settings need no training: they are tried with the recipe's first seed. No test split is used.
 """
 import argparse
 import json
