@@ -142,7 +142,8 @@ class Evaluate(Command):
         if (self.src is None) != (self.tgt is None):
             raise ValueError('--src and --tgt go together: one is missing')
         if (self.tsv or self.src) and self.split:
-            raise ValueError('--split chooses a part of a corpus, but your own files are scored completely: leave it out')
+            raise ValueError('--split chooses a part of a corpus, but your own files are scored completely: '
+                             'leave it out')
         if self.tsv and self.src:
             raise ValueError('--tsv and --src name two test sets: leave one out')
         if 0 < self.samples < 40:
@@ -359,7 +360,8 @@ class Average(Command):
         names = [Progress(step).name for step in steps]
         found = [folder for folder in list_checkpoints(self.run) if folder.name in names]
         if len(found) < self.n:
-            raise ValueError(f'{self.run} keeps {len(found)} of its {self.n} {kind} checkpoints: average fewer with --n, '
+            raise ValueError(f'{self.run} keeps {len(found)} of its {self.n} {kind} checkpoints: '
+                             'average fewer with --n, '
                              'or train with a larger --average-checkpoints or --keep-best')
         out = average_checkpoints(found, self.out or self.run / f'averaged-{kind}-{self.n}')
         print(f'{out} is the average of {", ".join(folder.name for folder in found)}')

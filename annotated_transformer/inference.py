@@ -249,7 +249,7 @@ def limits_and_prefixes(
         raise ValueError(f'{len(prefix)} prefixes for {len(src)} sentences: '
                          'give one for each, empty if it has none')
     n_prefix = torch.tensor([len(ids) for ids in prefix], device=src.device)
-    forced = torch.full((len(src), int(n_prefix.max())), -1, device=src.device)
+    forced = torch.full((len(src), max(map(len, prefix), default=0)), -1, device=src.device)
     for row, ids in zip(forced, prefix):
         if len(ids) >= max_len:
             raise ValueError(f'a prefix of {len(ids)} tokens does not fit: '

@@ -186,7 +186,8 @@ def chosen_device(common: Common) -> str | None: # None: the best there is
     return common.device
 
 GROUPS = { # of train: heading, introduction, options
-    '': ('', ('tsv', 'src', 'tgt', 'corpus', 'pair', 'out', 'overwrite', 'recipe', 'preset', 'start_from', 'max_minutes',
+    '': ('', ('tsv', 'src', 'tgt', 'corpus', 'pair', 'out', 'overwrite', 'recipe', 'preset', 'start_from',
+              'max_minutes',
               'max_epochs', 'max_steps', 'device', 'threads', 'config', 'save_config')),
     'data': ('Which sentence pairs to train, validate and test on, and how to split them into tokens.',
              ('val_tsv', 'test_tsv', 'val_src', 'val_tgt', 'test_src', 'test_tgt', 'held_out', 'data_dir', 'extra_src',
@@ -202,7 +203,7 @@ GROUPS = { # of train: heading, introduction, options
                                        'average_best')),
 }
 
-ANY_POSITIONS = Literal['sinusoidal', 'learned', 'none', 'rotary', 'alibi']
+ANY_POSITIONS = Literal['sinusoidal', 'learned', 'none', 'rotary', 'alibi', 'directional-alibi']
 
 # %% ../nbs/58_train_command.ipynb #trc012
 def changed_model(
@@ -287,7 +288,8 @@ class Train(Command):
         "Make the command from the values of its options. Raises ValueError if they do not go together."
         needed = TEXT_OPTIONS.get(values['corpus'], ())
         if not all(values[name] for name in needed):
-            raise ValueError(f'--corpus {values["corpus"]} needs --{" FILE and --".join(needed)} FILE, the text to train on')
+            raise ValueError(f'--corpus {values["corpus"]} needs --{" FILE and --".join(needed)} FILE, '
+                             'the text to train on')
         usual = cls.usual_run(values)
         model = changed_model(usual.model, values['architecture'], values)
         corpus = build(CorpusConfig, values)

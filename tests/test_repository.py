@@ -98,13 +98,15 @@ def test_imports_come_from_lower_floors(path):
 
 
 def test_lines_are_at_most_120_wide(committed):
-    "Of the modules, of tests and tools, and of the pages' code; not what nbdev lists."
+    "Of the modules and of the pages' code; tests, tools and benchmarks may have 140. Not what nbdev lists."
     code = {f: text.splitlines() for f, text in committed.items() if f.endswith('.py') and not f.endswith('_modidx.py')}
     for page in PAGES:
         cells = json.loads(page.read_text(encoding='utf-8'))['cells']
         code[page.name] = ''.join(''.join(c['source']) + '\n' for c in cells if c['cell_type'] == 'code').splitlines()
-    wide = [f'{f}: {line}' for f, lines in code.items() for line in lines
-            if len(line) > 120 and not line.startswith('__all__')]
+    wide = []
+    for f, lines in code.items():
+        limit = 140 if f.startswith(('tests/', 'tools/', 'benchmarks/')) else 120
+        wide += [f'{f}: {line}' for line in lines if len(line) > limit and not line.startswith('__all__')]
     assert not wide
 
 
