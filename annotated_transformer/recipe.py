@@ -249,6 +249,7 @@ def copy_trained_weights(model: nn.Module, folder: Path) -> None:
 def new_model(
     config: RunConfig,
     tokenizer: Tokenizer,
+    device: str | None = None, # 'cpu', 'cuda', ...; default: a GPU if there is one
 ) -> tuple[nn.Module, dict[str, float]]: # the model, and metrics for the first row of the log
     """Build the model that a run starts with: untrained, with word vectors, or with the weights of `start_from`.
 
@@ -263,7 +264,7 @@ def new_model(
         copy_trained_weights(model, Path(config.start_from))
     if config.vectors:
         metrics['covered_by_vectors'] = use_vectors(model, config.vectors, tokenizer, config.freeze_vectors)
-    return accelerate(model).to(best_device()), metrics
+    return accelerate(model).to(device or best_device()), metrics
 
 def open_run(
     config: RunConfig,
@@ -334,6 +335,8 @@ def train_translator(
     progress_bar: bool = True,
     on_log: Callable[[list[dict]], None] | None = None, # called with all rows of the log after each new row
     processes: Processes = Processes(), # that train together; `init_process_group()` under torchrun
+    device: str | None = None, # 'cpu', 'cuda', ...; default: a GPU if there is one
+    on_start: Callable[[Trainer, Corpus, Tokenizer], None] | None = None, # called before the first step
 ) -> Translator:
     """Corpus, vocabulary, batches, model, training and validation score (all of section 5): a model folder.
 
@@ -341,7 +344,7 @@ def train_translator(
     """
     out = Path(out)
     with lock_folder(out) if processes.is_main_process else nullcontext():
-        return locked_run(config, out, overwrite, progress_bar, on_log, processes)
+        return locked_run(config, out, overwrite, progress_bar, on_log, processes, device, on_start)
 
 def locked_run(
     config: RunConfig,
@@ -350,6 +353,8 @@ def locked_run(
     progress_bar: bool,
     on_log: Callable[[list[dict]], None] | None,
     processes: Processes,
+    device: str | None,
+    on_start: Callable[[Trainer, Corpus, Tokenizer], None] | None,
 ) -> Translator:
     "Do what `train_translator` says, in a folder that no other process uses."
     corpus, tokenizer = open_run(config, out, overwrite, processes, progress_bar)
@@ -369,10 +374,12 @@ def locked_run(
         return rows
 
     loader, val_batches = make_loaders(config, corpus, tokenizer, processes, progress_bar)
-    model, metrics = new_model(config, tokenizer)
+    model, metrics = new_model(config, tokenizer, device)
     trainer = Trainer(model, loader, val_batches, config.training, out, evaluation.bleu, save, progress_bar, on_log,
                       processes, translate_samples)
     trainer.log.initial_metrics = {f'dropped_{reason}': n for reason, n in corpus.dropped.items()} | metrics
+    if on_start:
+        on_start(trainer, corpus, tokenizer)
     translator = Translator(trainer.fit(), tokenizer, kept)
     if processes.is_main_process:
         if progress_bar:
