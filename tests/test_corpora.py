@@ -609,7 +609,8 @@ def test_try_again_then_another_mirror(net, trouble):
 
 @needs_pooch
 @pytest.mark.parametrize('trouble, said', [
-    ('404', '404'), ('truncate', ''), ('hang up', ''), ('corrupt', hashlib.sha256(FILES['val.en.gz']).hexdigest())])
+    ('404', '404'), ('truncate', ''), ('hang up', ''), ('corrupt', hashlib.sha256(FILES['val.en.gz']).hexdigest())],
+    ids=['not found', 'truncated', 'hung up', 'corrupt'])
 def test_nothing_is_left_of_a_failed_download(net, trouble, said):
     net.does = {'first': [trouble] * 9, 'second': [trouble] * 9}
     with pytest.raises(OSError, match=f'could not download val.en.gz: .*{said}.*--data-dir') as caught:
