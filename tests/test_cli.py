@@ -238,7 +238,8 @@ def test_a_start_brings_sizes_and_languages(trained):
 def test_a_run_explains_itself(tmp_path, run, fails):
     args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'run', *SMALL]
     text = run(*args, '--threads', torch.get_num_threads(), '--device', 'cpu').out
-    for words in ('44 pairs with', '8 pairs to validate on', 'parameters', 'd_model 32 (usually 128)', '20 steps', 'cpu', 'float32', str(tmp_path / 'run'), 'the lowest validation loss',
+    for words in ('44 pairs with', '8 pairs to validate on', 'parameters', 'd_model 32 (usually 128)', '20 steps',
+                  'cpu', 'float32', str(tmp_path / 'run'), 'the lowest validation loss',
                   'validation', 'annotated-transformer evaluate --model'):
         assert words in text, words
     before = hashes(tmp_path / 'run')
