@@ -395,14 +395,14 @@ def networks(
 ) -> None:
     "Data parallelism: each process computes the gradient of its shard, and all apply the same average."
     ax = canvas(7.5, 0.8 * n + 0.1)
-    reduce = box(ax, 4.82, 0.05 + 0.4 * n, 'all_reduce', 'mean gradient', RED, 0.95, 0.8 * n - 0.2)
+    reduce = box(ax, 4.82, 0.05 + 0.4 * n, 'all_reduce', 'mean gradient', PINK, 0.95, 0.8 * n - 0.2)
     for rank in range(n):
         y = 0.05 + 0.8 * (n - rank - 0.5)
         frame(ax, 0.05, y - 0.34, 7.45, y + 0.34)
         label(ax, 0.15, y, f'rank {rank}', 9, code=True, bold=True, ha='left')
         shard = box(ax, 1.35, y, 'shard', 'of the batch', TEAL, 0.95)
         model = box(ax, 2.55, y, 'model', 'same weights', PURPLE, 1.0)
-        gradient = box(ax, 3.7, y, 'gradient', '', RED, 0.9)
+        gradient = box(ax, 3.7, y, 'gradient', '', ORANGE, 0.9)
         step = box(ax, 6.35, y, 'optimizer.step()', 'same weights again', GREEN, 1.6)
         arrow(ax, shard.right, model.left)
         arrow(ax, model.right, gradient.left)
