@@ -2,11 +2,11 @@
 
 # %% auto #0
 __all__ = ['PEOPLE_AND_ANIMALS', 'THINGS', 'PLACES', 'NOUNS', 'ADJECTIVES', 'ALL_ADJECTIVES', 'FEELINGS', 'SUITABLE_ADJECTIVES',
-           'DETERMINERS', 'CASES', 'COLUMNS', 'ENDINGS', 'PRONOUNS', 'CONJUNCTIONS', 'PREPOSITIONS', 'TWO_WAY',
-           'CONTRACTIONS', 'PLACE_PREPOSITIONS', 'INTRANSITIVE_VERBS', 'TRANSITIVE_VERBS', 'OTHER_VERBS', 'VERBS',
-           'SAY', 'KNOW', 'HOPE', 'RAIN', 'SNOW', 'MODALS', 'BE', 'HAVE', 'ROLES', 'UNSUITED', 'FREQUENCIES', 'TIMES',
-           'read_table', 'Noun', 'read_noun', 'nouns_of_kind', 'Adjective', 'Preposition', 'read_prepositions', 'Verb',
-           'read_verb', 'Modal']
+           'DETERMINERS', 'CASES', 'AGREEMENT_CLASSES', 'ENDINGS', 'PRONOUNS', 'CONJUNCTIONS', 'PREPOSITIONS',
+           'TWO_WAY', 'CONTRACTIONS', 'PLACE_PREPOSITIONS', 'INTRANSITIVE_VERBS', 'TRANSITIVE_VERBS', 'OTHER_VERBS',
+           'VERBS', 'SAY', 'KNOW', 'HOPE', 'RAIN', 'SNOW', 'MODALS', 'BE', 'HAVE', 'ROLES', 'UNSUITED', 'FREQUENCIES',
+           'TIMES', 'read_table', 'Noun', 'read_noun', 'nouns_of_kind', 'Adjective', 'Preposition', 'read_prepositions',
+           'Verb', 'read_verb', 'Modal']
 
 # %% ../nbs/93_toy_words.ipynb #toywords-04
 from dataclasses import dataclass
@@ -191,7 +191,7 @@ DETERMINERS = { # English: (German stem, its own endings, the endings of an adje
     '': ('', 'fixed', 'strong'),
 }
 CASES = ('nominative', 'accusative', 'dative')
-COLUMNS = ('m', 'f', 'n', 'pl')     # of the endings: three genders, and one plural for all
+AGREEMENT_CLASSES = ('m', 'f', 'n', 'pl') # three genders, and one plural for all
 ENDINGS = {                         # '-' for no ending
     'definite': {'nominative': 'er ie as ie', 'accusative': 'en ie as ie', 'dative': 'em er em en'},
     'strong':   {'nominative': 'er e es e',   'accusative': 'en e es e',   'dative': 'em er em en'},
