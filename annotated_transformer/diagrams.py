@@ -370,13 +370,15 @@ def folder_to_translation() -> None:
     frame(ax, 1.1, 1.4, 7.4, 2.25, 'model folder')
     files = [('tokenizer.json', GOLD, 1.95, 1.5), ('config.json', PURPLE, 3.4, 1.2),
              ('model.safetensors', PURPLE, 4.92, 1.65), ('training.json', GREY, 6.55, 1.4)]
-    tokenizer, config, weights, _ = [box(ax, x, 1.68, name, '', color, width) for name, color, x, width in files]
+    tokenizer, config, weights, training = [
+        box(ax, x, 1.68, name, '', color, width) for name, color, x, width in files]
     encode = box(ax, 1.95, 0.5, 'tokenizer', 'encode', GOLD, 1.0)
     model = box(ax, 3.85, 0.5, 'Transformer', 'beam_search', PURPLE, 1.5)
     decode = box(ax, 5.5, 0.5, 'tokenizer', 'decode', GOLD, 1.0)
     arrow(ax, tokenizer.bottom, encode.top)
     arrow(ax, config.bottom, (3.4, model.top[1]))
-    arrow(ax, weights.bottom, (4.92, 1.1), (4.3, 1.1), (4.3, model.top[1]))
+    arrow(ax, weights.bottom, (4.92, 1.15), (3.95, 1.15), (3.95, model.top[1]))
+    arrow(ax, training.bottom, (6.55, 0.93), (4.4, 0.93), (4.4, model.top[1]), style='--')
     label(ax, 0.02, 0.5, 'the small dog\nsleeps', 9, ha='left', va='center')
     label(ax, 7.48, 0.5, 'der kleine Hund\nschläft', 9, ha='right', va='center')
     arrow(ax, (1.0, 0.5), encode.left)
@@ -385,10 +387,10 @@ def folder_to_translation() -> None:
     arrow(ax, decode.right, (6.42, 0.5))
     label(ax, 2.76, 0.62, 'ids', 8.5)
     label(ax, 4.78, 0.62, 'ids', 8.5)
-    label(ax, 6.55, 1.08, 'how it was trained', 8.5)
+    label(ax, 6.45, 1.05, 'search settings, if any', 8.5, ha='right')
     label(ax, 2.05, 1.05, 'vocabulary', 8.5, ha='left')
     label(ax, 3.32, 1.05, 'sizes', 8.5, ha='right')
-    label(ax, 4.4, 0.92, 'weights', 8.5, ha='left')
+    label(ax, 4.45, 1.25, 'weights', 8.5)
 
 def networks(
     n: int = 3, # number of processes
