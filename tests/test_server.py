@@ -1,4 +1,4 @@
-"The web server: batching, limits, errors with a reason, and nobody gets another client's text."
+"The web server: batching, limits, errors with a reason, and no client gets another client's text."
 import asyncio
 import json
 import logging
@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from annotated_transformer import server
 from annotated_transformer.server import BadRequest, Batcher, ServerConfig, create_app, parse_body, parse_request
 from annotated_transformer.translator import Translation, Translator
 
@@ -63,7 +64,10 @@ def test_web_form(client, translator):
     (b'{"q": []}', 400, 'q must be'), (b'{"q": ["a", 1]}', 400, 'q must be'),
     (b'{"q": "a", "target": "fr"}', 400, 'translates en to de'), (b'{"q": "a", "source": 7}', 400, 'translates en'),
     (b'{"q": "a", "format": "html"}', 400, 'format'), (b'{"q": "a", "alternatives": 9}', 400, 'from 0 to 3'),
-    (b'{"q": "a", "alternatives": "x"}', 400, 'from 0 to 3'), (b'[' * 100_000, 400, 'neither JSON')])
+    (b'{"q": "a", "alternatives": "x"}', 400, 'from 0 to 3'), (b'[' * 100_000, 400, 'neither JSON'),
+    (b'{"q": "a", "alternatives": 1e999}', 400, 'from 0 to 3'), (b'{"q": "a", "alternatives": 1.9}', 400, 'from 0 to 3'),
+    (b'{"q": "a", "alternatives": true}', 400, 'from 0 to 3'),
+    (b'{"q": "a", "source": "\\ud800"}', 400, 'neither JSON'), (b'{"q": "\\ud800"}', 400, 'neither JSON')])
 def test_bad_request_gets_a_reason(client, body, status, reason):
     answer = client.post('/translate', content=body, headers={'content-type': JSON})
     assert answer.status_code == status
@@ -109,6 +113,56 @@ def test_attention(client, translator):
     found = client.post('/attention', json={'q': 'The dog sleeps.'}).json()
     assert len(found['weights']) == len(found['target']) and len(found['weights'][0]) == len(found['source'])
     assert all(abs(sum(row) - 1) < 0.01 for row in found['weights'])
+
+
+def test_attention_has_a_queue_with_a_limit(monkeypatch):
+    "Requests for attention weights beyond the limit get 429, and translations do not wait for those in the queue."
+    slow = Translator.load(device='cpu')
+    calls = []
+    running = []
+
+    def record(name, result):
+        def call(*arguments):
+            assert not running, 'two threads use the model'
+            running.append(name)
+            calls.append(name)
+            time.sleep(0.1)
+            running.clear()
+            return result
+        return call
+
+    monkeypatch.setattr(server, 'attention_response', record('attention', {'weights': []}))
+    monkeypatch.setattr(slow, 'translate_n_best', record('translation', echo(['a'], 1)))
+    with limited(slow, max_attention=3) as client, ThreadPoolExecutor(11) as pool:
+        maps = [pool.submit(client.post, '/attention', json={'q': 'a'}) for _ in range(10)]
+        time.sleep(0.15) # the first is computed, three wait
+        answer = pool.submit(client.post, '/translate', json={'q': 'a'})
+        statuses = sorted(found.result().status_code for found in maps)
+        assert answer.result().json() == {'translatedText': 'A'}
+    assert statuses.count(200) in (4, 5) and statuses.count(429) == 10 - statuses.count(200)
+    assert 'translation' in calls[:4], calls # not after all that wait for attention
+
+
+def test_one_timeout_for_reading_and_translating():
+    class SlowRequest:
+        headers = {}
+        url = type('URL', (), {'path': '/translate'})
+
+        def __init__(self, seconds):
+            self.seconds = seconds
+
+        async def stream(self):
+            await asyncio.sleep(self.seconds)
+            yield b'{"q": "a"}'
+
+    async def respond(fields):
+        await asyncio.sleep(0.4)
+        return {}
+
+    config = ServerConfig(timeout=0.6)
+    assert asyncio.run(server.handle(SlowRequest(0.0), respond, config))[0] == 200
+    assert asyncio.run(server.handle(SlowRequest(0.4), respond, config))[0] == 504
+    assert asyncio.run(server.handle(SlowRequest(0.9), respond, config))[0] == 408
 
 
 def test_slow_translation_times_out(translator, monkeypatch):
@@ -173,7 +227,7 @@ def test_one_bad_sentence_does_not_spoil_its_batch():
 
 def test_full_queue_is_refused():
     async def run():
-        batcher = Batcher(echo, ServerConfig(max_waiting=3))
+        batcher = Batcher(echo, ServerConfig(max_waiting=3, max_sentences=3))
         first = asyncio.create_task(batcher.submit(['a', 'b']))
         await asyncio.sleep(0)
         with pytest.raises(BadRequest) as error:
@@ -184,7 +238,8 @@ def test_full_queue_is_refused():
     assert asyncio.run(run()) == 429
 
 
-@pytest.mark.parametrize('limit', [{'max_batch': 0}, {'timeout': -1.0}, {'port': 70_000}, {'max_bytes': 0}])
+@pytest.mark.parametrize('limit', [{'max_batch': 0}, {'timeout': -1.0}, {'timeout': 0.0}, {'port': 70_000}, {'max_bytes': 0},
+                                   {'max_attention': 0}, {'max_sentences': 300, 'max_waiting': 200}])
 def test_limits_out_of_range_are_refused(limit):
     with pytest.raises(ValueError, match=next(iter(limit))):
         ServerConfig(**limit)
@@ -194,13 +249,13 @@ def test_many_clients_and_bad_requests_at_once(translator):
     "A real server: every good request gets its own translation, every bad one a reason."
     uvicorn = pytest.importorskip('uvicorn')
     import httpx
-    server = uvicorn.Server(uvicorn.Config(create_app(translator), port=0, log_level='error'))
-    thread = threading.Thread(target=server.run, daemon=True)
+    http_server = uvicorn.Server(uvicorn.Config(create_app(translator), port=0, log_level='error'))
+    thread = threading.Thread(target=http_server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + 20
-    while not server.started and time.monotonic() < deadline:
+    while not http_server.started and time.monotonic() < deadline:
         time.sleep(0.05)
-    address = f'http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}'
+    address = f'http://127.0.0.1:{http_server.servers[0].sockets[0].getsockname()[1]}'
     nouns = ['dog', 'cat', 'man', 'woman', 'bird', 'horse']
     expected = dict(zip(nouns, translator.translate([f'The {noun} sleeps.' for noun in nouns])))
 
@@ -214,7 +269,7 @@ def test_many_clients_and_bad_requests_at_once(translator):
         with ThreadPoolExecutor(16) as pool:
             answers = list(pool.map(ask, range(150)))
     finally:
-        server.should_exit = True
+        http_server.should_exit = True
         thread.join(10)
     for i, noun, answer in answers:
         if i % 10 == 9:
