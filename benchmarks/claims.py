@@ -32,7 +32,7 @@ from annotated_transformer.translator import Translator
 from annotated_transformer.vocabulary import train_tokenizer
 from record import RESULTS, about
 
-SEEDS = list(range(2, 11))  # nine: the fewest with which Holm's correction can decide eight claims
+SEEDS = list(range(2, 11)) # nine
 PEAK_LRS = (1e-3, 3e-3, 9e-3)
 
 BASE = {
