@@ -43,7 +43,7 @@ class Residual(nn.Module):
         self,
         d_model: int,        # features of each position
         dropout: float,      # probability of dropping a feature of the sublayer's output
-        norm: Norm = 'post', # norm(x + sublayer(x)), as printed; 'pre': x + sublayer(norm(x))
+        norm: Norm = 'post', # norm(x + sublayer(x)), the paper's; 'pre': x + sublayer(norm(x))
     ):
         super().__init__()
         if norm not in ('post', 'pre'):

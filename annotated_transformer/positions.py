@@ -32,7 +32,7 @@ def check_length(n: int, max_len: int) -> None:
                          'shorten the input, or build a model with a larger max_len')
 
 class SinusoidalPositions(nn.Module):
-    "Add PE(pos) of section 3.5 to the vector at position pos. The table is not trained or saved."
+    "Add PE(pos) of section 3.5 to the vector at position pos. The table is neither trained nor saved."
     def __init__(
         self,
         d_model: int, # features of a token
@@ -56,7 +56,7 @@ class LearnedPositions(nn.Module):
     ):
         super().__init__()
         self.table = nn.Parameter(torch.empty(max_len, d_model))
-        nn.init.normal_(self.table, std=0.5 ** 0.5) # variance 1/2: as large as sinusoids on average
+        nn.init.normal_(self.table, std=0.5 ** 0.5) # variance 1/2: the mean square of a sinusoid
 
     def forward(self, x: Float[Tensor, "batch n d_model"]) -> Float[Tensor, "batch n d_model"]:
         "Return x + table. Raises ValueError if the input is longer than `max_len`."
