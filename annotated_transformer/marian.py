@@ -76,7 +76,7 @@ class MarianFeedForward(FeedForward):
         return self.linear2(self.activation(self.linear1(x)))
 
 class UnscaledEmbedding(nn.Embedding):
-    "Embeddings divided by sqrt(d_model): the model multiplies them by it."
+    "Embeddings divided by sqrt(d_model), because `Transformer` multiplies them by it."
     def forward(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d_model"]:
         "Look up one vector for each id."
         return super().forward(ids) / self.embedding_dim ** 0.5
