@@ -313,12 +313,13 @@ def test_held_out_sets_are_not_filtered(on_disk, tmp_path):
 
 def test_blank_pairs_are_neither_trained_on_nor_held_out(tmp_path):
     src, tgt = write(tmp_path/'a.en', 'one\n \nthree\n'), write(tmp_path/'a.de', 'eins\nzwei\n\n')
-    corpus = load_corpus('files', src=src, tgt=tgt, val_src=src, val_tgt=tgt, test_src=src, test_tgt=tgt)
+    val, test = write(tmp_path/'v.en', 'two\n \n'), write(tmp_path/'v.de', 'zwei\nvier\n')
+    corpus = load_corpus('files', src=src, tgt=tgt, val_src=val, val_tgt=test, test_src=val, test_tgt=test)
     with pytest.warns(UserWarning, match=r'a\.en: 2 training pairs are blank'):
         assert corpus['train'] == [('one', 'eins')]
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        assert corpus['val'] == corpus['test'] == [('one', 'eins'), (' ', 'zwei'), ('three', '')] # as given
+        assert corpus['val'] == corpus['test'] == [('two', 'zwei'), (' ', 'vier')] # as given
     with pytest.raises(ValueError, match=r'x\.tsv: no training pairs are left \(2 blank\)'):
         load_corpus('tsv', tsv=write(tmp_path/'x.tsv', '\tb\nc\t \n'))['train']
     table = write_tsv(tmp_path/'y.tsv', [(f's{i}', 't' * (i % 2)) for i in range(200)])
@@ -335,8 +336,9 @@ def test_files_without_held_out_sets(tmp_path):
     assert corpus.langs == ('is', 'fo')
     again = load_corpus('files', src=src, tgt=tgt, held_out=7)
     assert [corpus[name] for name in corpus.splits] == [again[name] for name in again.splits]
-    with_val = load_corpus('files', src=src, tgt=tgt, val_src=src, val_tgt=tgt, held_out=7)
-    assert {name: len(with_val[name]) for name in ('train', 'val', 'test')} == {'train': 93, 'val': 100, 'test': 7}
+    other = write(tmp_path/'c.en', 'new\n')
+    with_val = load_corpus('files', src=src, tgt=tgt, val_src=other, val_tgt=other, held_out=7)
+    assert {name: len(with_val[name]) for name in ('train', 'val', 'test')} == {'train': 93, 'val': 1, 'test': 7}
     few = load_corpus('files', src=write(tmp_path/'b.en', 'one\n'), tgt=write(tmp_path/'b.de', 'eins\n'))
     assert few['train'] == [('one', 'eins')]
     with pytest.raises(ValueError, match=r'b\.en has too few pairs to hold some out for test'):
@@ -355,7 +357,34 @@ def test_a_table_to_test_on_is_used_as_a_whole(tmp_path):
     alone = load_corpus('tsv', test_tsv=other)
     assert tuple(alone.splits) == ('test',) and alone['test'] == pairs[:50] + pairs[:1]
     both = load_corpus('tsv', tsv=table, val_tsv=other, held_out=20)
-    assert (len(both['train']), len(both['val']), len(both['test'])) == (280, 51, 20)
+    with pytest.warns(UserWarning, match=r'pairs in .*a\.tsv share a sentence with a held-out split'):
+        assert not sources(both['train']) & sources(both['val'] + both['test'])
+    n_shared = both.dropped['held out']
+    assert 40 < n_shared <= 50 and len(both['train']) == 280 - n_shared
+    assert (len(both['val']), len(both['test'])) == (51, 20)
+
+@pytest.mark.parametrize('on_disk', [False, True])
+def test_training_pairs_share_no_source_with_a_given_split(on_disk, tmp_path):
+    pairs = [(f's{i}', f't{i}') for i in range(300)]
+    secret = [(' s7 ', 'other'), ('s8', 't8'), ('new', 't9')]
+    table, given = write_tsv(tmp_path/'a.tsv', pairs), write_tsv(tmp_path/'b.tsv', secret)
+    corpus = load_corpus('tsv', tsv=table, val_tsv=given, test_tsv=given, on_disk=on_disk)
+    with pytest.warns(UserWarning, match=r'2 of 300 pairs in .*a\.tsv share'):
+        assert list(corpus['train']) == pairs[:7] + pairs[9:]     # a shared target alone is no leak between own files
+    assert corpus.dropped['held out'] == 2 and corpus['val'] == corpus['test'] == secret
+    if on_disk:
+        assert corpus['train'].files == [table, given, given]     # encoded pairs depend on the given splits, too
+    alone = load_corpus('tsv', tsv=given, test_tsv=given, on_disk=on_disk)
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match=r'no training pairs are left \(3 held out\)'):
+        list(alone['train'])
+
+@pytest.mark.parametrize('on_disk', [False, True])
+def test_a_given_split_that_is_not_there_is_named(on_disk, tmp_path):
+    table = write_tsv(tmp_path/'a.tsv', [(f's{i}', f't{i}') for i in range(30)])
+    corpus = load_corpus('tsv', tsv=table, val_tsv=tmp_path/'none.tsv', test_tsv=table, on_disk=on_disk)
+    with pytest.warns(UserWarning, match='val cannot be read, so training pairs are not compared with it'):
+        with pytest.raises(ValueError, match=r'30 held out'):
+            list(corpus['train'])
 
 
 # --- cleaning
@@ -471,7 +500,7 @@ def test_a_split_that_is_not_there_is_named(tmp_path, monkeypatch):
     with pytest.warns(UserWarning) as caught:
         assert corpus['train'][2:] == [('new', 'neu')]
     said = [str(warning.message) for warning in caught]
-    assert sum('cannot be read, so the extra pairs are not compared with it' in text for text in said) == 3
+    assert sum('cannot be read, so training pairs are not compared with it' in text for text in said) == 3
     assert any('1 of 2 pairs' in text for text in said)
 
 def test_extra_pairs_for_a_corpus_too_small_to_hold_anything_out(tmp_path):
@@ -675,6 +704,9 @@ def test_multi30k():
     assert len(corpus['train']) == 29_000 and len(corpus['test_2017_mscoco']) == 461
     assert corpus['train'] == [(src, tgt) for tgt, src in back['train']]
     assert corpus['train'][0][0].startswith('Two young, White males')
+    for split, n_shared in (('val', 1), ('test_2016_flickr', 0), ('test_2017_mscoco', 0)): # the figures of page 22
+        known = {corpora.normalize(src) for src in sources(corpus['train'])}
+        assert sum(corpora.normalize(src) in known for src, _ in corpus[split]) == n_shared
 
 @needs_data
 def test_sums_are_those_of_the_publisher():
