@@ -420,7 +420,7 @@ def save_scored(
 ) -> None:
     "Score a trained model on the validation set, and write its folder."
     if progress_bar:
-        print(f'scoring {len(corpus["val"])} validation sentences', file=sys.stderr)
+        print('scoring the validation set', file=sys.stderr)
     scores, _ = evaluate(translator, corpus['val'], progress_bar)
     translator.training |= {'run': settings_dict(config), 'progress': asdict(trainer.progress), 'val': asdict(scores),
                             'versions': versions()}

@@ -207,7 +207,8 @@ def require_pairs(text, translation) -> None:
     if isinstance(text, str) != isinstance(translation, str):
         raise ValueError('score one sentence with one translation, or a list with a list')
     if not isinstance(text, str) and len(text) != len(translation):
-        raise ValueError(f'{len(text)} sentences and {len(translation)} translations: give one for each')
+        raise ValueError(f'text and translation have {len(text)} and {len(translation)} sentences: '
+                         'give one translation for each sentence')
 
 
 

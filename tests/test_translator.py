@@ -315,7 +315,7 @@ def test_unknown_settings(translator):
 
 
 def test_lists_of_different_lengths(translator):
-    with pytest.raises(ValueError, match='2 sentences and 1 translations'):
+    with pytest.raises(ValueError, match='have 2 and 1 sentences: give one translation'):
         translator.score(['a', 'b'], ['x'])
     with pytest.raises(ValueError, match='one sentence with one translation'):
         translator.score(['a', 'b'], 'x')
