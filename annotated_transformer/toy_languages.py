@@ -414,7 +414,7 @@ def split_of(pair: ToyPair) -> str | None:
 def toy_pairs(split: str, seed: int = 0) -> Iterator[ToyPair]:
     "An endless stream of the pairs of a split; no English sentence occurs twice."
     rng = random.Random(f'{split} {seed}')
-    most = 3 if split == 'test_long' else 1.06 # joins one to three sentences; elsewhere two in 0.06 / 1.06 = 6% of draws
+    most = 3 if split == 'test_long' else 1.06 # test_long joins 1 to 3 sentences; 6% of all others join two
     seen = set()
     while True:
         n_sentences = 1 + int(rng.random() * most)

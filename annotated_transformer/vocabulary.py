@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['PAD', 'BOS', 'EOS', 'UNK', 'SPECIALS', 'LONE_SURROGATES', 'UNKNOWN', 'JOINER', 'TOKENIZERS', 'replace_surrogates',
-           'normalize', 'Tokenizer', 'check_specials', 'check_lang', 'whole_word', 'BytePairTokenizer',
+           'normalize', 'Tokenizer', 'check_specials', 'check_lang', 'word_of_subword', 'BytePairTokenizer',
            'spacy_splitter', 'add_joiners', 'join_words', 'WordTokenizer', 'open_sentencepiece',
            'SentencePieceTokenizer', 'train_tokenizer', 'load_tokenizer']
 
@@ -23,7 +23,7 @@ PAD, BOS, EOS, UNK = range(4)
 SPECIALS = ('<pad>', '<bos>', '<eos>', '<unk>')
 
 # %% ../nbs/21_vocabulary.ipynb #09-75f7dc
-LONE_SURROGATES = re.compile('[\ud800-\udfff]') # halves of characters, which no encoding can write
+LONE_SURROGATES = re.compile('[\ud800-\udfff]') # halves of characters, which UTF-8 cannot encode
 
 def replace_surrogates(text: str) -> str:
     "Replace each lone surrogate by U+FFFD, the replacement character."
@@ -46,7 +46,7 @@ class Tokenizer:
     langs: tuple[str, ...] = () # (source language, target language)
 
     def encode(self, text: str, lang: str | None = None) -> list[int]:
-        "Return the ids of a text, without special tokens. White space alone has none."
+        "Return the ids of a text, without special tokens. Whitespace alone has no ids."
         return self.encode_batch([text], lang)[0]
 
     def tokens(self, ids: Iterable[SupportsInt]) -> list[str]:
@@ -70,7 +70,7 @@ class Tokenizer:
         return self.join([UNKNOWN if token == SPECIALS[UNK] else token for token in tokens])
 
     def word(self, i: int) -> str:
-        "Return the word that a token stands for, or '' for special tokens and parts of words."
+        "Return the word that a token stands for, or '' for special tokens and later parts of words."
         return self.token(i) if i >= len(SPECIALS) else ''
 
     def save(self, path: str | Path) -> Path:
@@ -95,26 +95,26 @@ def check_lang(lang: str | None, langs: Sequence[str]) -> None:
         raise ValueError(f'unknown language {lang!r}: this tokenizer knows {", ".join(langs)}')
 
 # %% ../nbs/21_vocabulary.ipynb #15-cda559
-def whole_word(token: str) -> str:
-    "Return the word that a token with ▁ begins, punctuation as it is, or '' for a later part of a word."
+def word_of_subword(token: str) -> str:
+    "Return the word that a token with ▁ starts; a punctuation mark is its own word, a later part of a word has none."
     if token.startswith('▁'):
         return token[1:]
-    is_part = any(map(str.isalnum, token))
-    return '' if is_part else token
+    has_letters = any(map(str.isalnum, token))
+    return '' if has_letters else token
 
 # %% ../nbs/21_vocabulary.ipynb #16-6db850
 class BytePairTokenizer(Tokenizer):
-    "Byte-pair encoding (Sennrich et al., 2016): parts of words, shared by both languages (section 5.1)."
+    "Byte-pair encoding (Sennrich et al., 2016), with one vocabulary for both languages (section 5.1)."
     kind = 'bpe'
     def __init__(
         self,
         model,                     # a `tokenizers.Tokenizer`
-        langs: Sequence[str] = (), # languages that it was trained on; all are encoded alike
+        langs: Sequence[str] = (), # languages that it was trained on; all are encoded in the same way
     ):
         check_specials([model.id_to_token(i) for i in range(len(SPECIALS))])
         self.model = model
         self.langs = tuple(langs)
-        self.model.encode_special_tokens = True # '<eos>' in a text is text; files do not keep this
+        self.model.encode_special_tokens = True # read '<eos>' in a text as ordinary text; files do not store this
 
     @classmethod
     def train(
@@ -125,9 +125,11 @@ class BytePairTokenizer(Tokenizer):
     ) -> 'BytePairTokenizer':
         "Learn merges from all texts together. Raises ValueError if there are too many characters."
         from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+        # fuse_unk: neighbouring unknown characters become one UNK
         model = Tokenizer(models.BPE(unk_token=SPECIALS[UNK], fuse_unk=True))
+        spaces = Regex(r'[\s\x1c-\x1f]+') # what Python's `split` takes for whitespace
         model.normalizer = normalizers.Sequence([ # as `normalize` does; a literal ▁ becomes _
-            normalizers.NFC(), normalizers.Replace(Regex(r'[\s\x1c-\x1f]+'), ' '), normalizers.Strip(),
+            normalizers.NFC(), normalizers.Replace(spaces, ' '), normalizers.Strip(),
             normalizers.Replace('▁', '_')])
         model.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Metaspace(split=True), pre_tokenizers.Punctuation('isolated')])
@@ -154,7 +156,7 @@ class BytePairTokenizer(Tokenizer):
         return self.model.id_to_token(i)
 
     def word(self, i: int) -> str:
-        return whole_word(super().word(i))
+        return word_of_subword(super().word(i))
 
     def join(self, tokens: Sequence[str]) -> str:
         return self.model.decoder.decode(tokens)
@@ -207,7 +209,8 @@ def add_joiners(
         right, _ = words[i]
         if has_space:
             continue
-        if right[0].isalnum() and not left[-1].isalnum():
+        only_left_is_punctuation = right[0].isalnum() and not left[-1].isalnum()
+        if only_left_is_punctuation:
             tokens[i - 1] += JOINER
         else:
             tokens[i] = JOINER + tokens[i]
@@ -247,7 +250,8 @@ class WordTokenizer(Tokenizer):
                 counts.update(splitter.split(text, lang))
         words = [word for word in counts if counts[word] >= min_freq and word not in SPECIALS]
         words.sort(key=lambda word: (-counts[word], word))
-        return cls([*SPECIALS, *words][:vocab_size], splitter.langs)
+        vocabulary = [*SPECIALS, *words]
+        return cls(vocabulary[:vocab_size], splitter.langs)
 
     def split(self, text: str, lang: str | None) -> list[str]:
         "Return the words of a text, with joiners. Raises ValueError for an unknown language."
@@ -261,9 +265,12 @@ class WordTokenizer(Tokenizer):
         "Return the ids of many texts. Raises ValueError for an unknown language."
         rows = []
         for text in texts:
-            ids = [self.ids.get(word, UNK) for word in self.split(text, lang)]
-            rows.append([max(i, UNK) for i in ids]) # '<eos>' in a text is an unknown word
+            rows.append([self.id_of(word) for word in self.split(text, lang)])
         return rows
+
+    def id_of(self, word: str) -> int:
+        "Return the id of a word; one that is spelled like a special token is unknown."
+        return UNK if word in SPECIALS else self.ids.get(word, UNK)
 
     def token(self, i: int) -> str:
         return self.vocabulary[i]
@@ -294,14 +301,17 @@ def open_sentencepiece(
     except ImportError:
         raise ImportError('this tokenizer needs SentencePiece: '
                           "pip install 'annotated_transformer[marian]'") from None
+    if not data:
+        raise ValueError('not a SentencePiece model: the file is empty')
     try:
         model = SentencePieceProcessor(model_proto=data)
     except RuntimeError as error:
         raise ValueError('not a SentencePiece model') from error
-    if not data or not len(model):
+    if len(model) == 0:
         raise ValueError('not a SentencePiece model: it has no pieces')
     return model
 
+# %% ../nbs/21_vocabulary.ipynb #32-class
 class SentencePieceTokenizer(Tokenizer):
     "A SentencePiece model for each language: the tokenizer of published Marian models."
     kind = 'sentencepiece'
@@ -317,8 +327,10 @@ class SentencePieceTokenizer(Tokenizer):
         self.langs = tuple(langs)
         all_pieces = [piece for pieces in self.vocabularies for piece in pieces]
         self.itos = [*SPECIALS, *dict.fromkeys(all_pieces)] # each piece once, in order
-        ids = {piece: i for i, piece in enumerate(self.itos) if i >= len(SPECIALS)}
-        self.ids = [{piece: ids[piece] for piece in pieces} for pieces in self.vocabularies]
+        id_of = {piece: i for i, piece in enumerate(self.itos) if i >= len(SPECIALS)}
+        self.ids = [] # {piece: id} of the source, and of the target: each side knows its own pieces only
+        for pieces in self.vocabularies:
+            self.ids.append({piece: id_of[piece] for piece in pieces})
 
     def pieces(self, text: str, side: int = 0) -> list[str]:
         "Return the pieces of a text; a leading language code such as >>de<< stays whole."
@@ -339,7 +351,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self.itos[i]
 
     def word(self, i: int) -> str:
-        return whole_word(super().word(i))
+        return word_of_subword(super().word(i))
 
     def join(self, tokens: Sequence[str]) -> str:
         return ''.join(tokens).replace('▁', ' ').strip()

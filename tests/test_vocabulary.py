@@ -342,6 +342,24 @@ def test_libraries_are_imported_only_when_used():
     assert done.stdout.strip() == 'set()', done.stderr
 
 
+# --- the record of vocabulary sizes
+
+def test_costs_of_a_vocabulary(tokenizer, pairs, monkeypatch):
+    pytest.importorskip('sentencepiece')
+    monkeypatch.syspath_prepend(str(ROOT / 'benchmarks'))
+    import vocabulary_size
+    monkeypatch.setattr(vocabulary_size, 'ENOUGH', 20)
+    new = [('A zebra sleeps.', 'Ein Zebra schläft.')]
+    found = vocabulary_size.measure(tokenizer, pairs, new)
+    rows = [tokenizer.encode(text, lang) for text, lang in zip(new[0], LANGS)]
+    assert found['tokens'] == len(tokenizer)
+    assert found['tokens_per_sentence'] == (len(rows[0]) + len(rows[1])) / 2
+    assert found['unknown'] == sum(row.count(UNK) for row in rows) / (len(rows[0]) + len(rows[1]))
+    text = [i for pair in pairs for text, lang in zip(pair, LANGS) for i in tokenizer.encode(text, lang)]
+    frequent = [i for i in range(len(SPECIALS), len(tokenizer)) if text.count(i) >= 20]
+    assert 0 < found['frequent'] == len(frequent) / (len(tokenizer) - len(SPECIALS)) < 1
+
+
 # --- real text
 
 @needs_data
