@@ -1,16 +1,20 @@
 "Pairs on disk: the ids of `encode_pairs`, complete or not there, and encoded again when something changes."
+import json
 import os
 import signal
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-pytest.importorskip('datasets', reason="no datasets: pip install 'annotated_transformer[large]'")
+pytest.importorskip('pyarrow', reason="no pyarrow: pip install 'annotated_transformer[large]'")
 
 from annotated_transformer import large_corpora as module
 from annotated_transformer.batches import encode_pairs
+from annotated_transformer.corpora import load_corpus
 from annotated_transformer.large_corpora import (
-    EncodedPairs, datasets_library, in_parallel, open_pairs, source_files, train_tokenizer_on)
+    EncodedPairs, in_parallel, open_pairs, source_files, train_tokenizer_on)
 from annotated_transformer.loader import TrainingLoader
 from annotated_transformer.parallel_text import PairStream
 from annotated_transformer.vocabulary import train_tokenizer
@@ -58,10 +62,31 @@ def test_training_batches_are_the_same(stream, tokenizer, tmp_path):
         assert found.src.tolist() == expected.src.tolist() and found.tgt.tolist() == expected.tgt.tolist()
 
 
-def test_the_library_datasets_can_open_it(stream, tokenizer, tmp_path):
+def test_the_library_datasets_can_open_a_shard(stream, tokenizer, tmp_path):
+    datasets = pytest.importorskip('datasets', reason="no datasets: pip install 'annotated_transformer[large]'")
     pairs = encode(stream, tokenizer, tmp_path)
-    loaded = datasets_library().load_from_disk(str(pairs.folder))
-    assert loaded[123]['src'] == pairs[123][0].tolist()
+    loaded = datasets.Dataset.from_file(str(pairs.folder / 'data-00001.arrow'))
+    assert loaded[23]['src'] == pairs[123][0].tolist()
+
+
+def test_shards_are_mapped_and_not_copied(stream, tokenizer, tmp_path):
+    pairs = encode(stream, tokenizer, tmp_path)
+    values, offsets = pairs.shards[0][0]
+    assert not values.flags.owndata and not offsets.flags.owndata and not values.flags.writeable
+    if Path('/proc/self/maps').is_file():
+        assert str(pairs.folder / 'data-00000.arrow') in Path('/proc/self/maps').read_text()
+
+
+def test_without_pyarrow_the_error_says_what_to_install(stream, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'pyarrow', None)
+    with pytest.raises(ImportError, match=r'need the library pyarrow: pip install .*\[large\]'):
+        encode(stream, tokenizer, tmp_path)
+
+
+def test_folders_of_another_version_are_not_reused(stream, tokenizer, tmp_path, monkeypatch):
+    old = encode(stream, tokenizer, tmp_path)
+    monkeypatch.setattr(module, 'FORMAT_VERSION', module.FORMAT_VERSION + 1)
+    assert encode(stream, tokenizer, tmp_path).folder != old.folder
 
 
 def test_long_sentences_are_truncated_with_a_warning(stream, tokenizer, tmp_path):
@@ -69,6 +94,7 @@ def test_long_sentences_are_truncated_with_a_warning(stream, tokenizer, tmp_path
         pairs = encode(stream, tokenizer, tmp_path, max_len=4)
     with pytest.warns(UserWarning):
         assert as_lists(pairs) == as_lists(encode_pairs(TEXTS, tokenizer, LANGS, max_len=4))
+    assert json.loads((pairs.folder / 'manifest.json').read_text())['truncated'] == 250
 
 
 def test_a_folder_is_reused_until_something_changes(stream, tokenizer, tmp_path):
@@ -139,3 +165,19 @@ def test_tokenizer_of_a_stream_is_trained_on_a_sample(stream, monkeypatch):
     small = train_tokenizer_on('words', stream, LANGS, 200)
     assert len(small) < 100
     assert small.state() == train_tokenizer_on('words', stream, LANGS, 200).state()
+
+
+DATA = Path(os.environ.get('ANNOTATED_TRANSFORMER_MULTI30K')
+            or Path(__file__).resolve().parents[2] / 'shared/data/multi30k')
+
+@pytest.mark.skipif(not DATA.is_dir(), reason='no Multi30k: set ANNOTATED_TRANSFORMER_MULTI30K to its folder')
+def test_a_tokenizer_of_a_tenth_of_multi30k_costs_a_few_percent():
+    "The figures of page 23."
+    corpus = load_corpus('multi30k', data_dir=DATA)
+    n_tokens = []
+    for pairs in (PairStream(lambda: corpus['train']).sample(2900), corpus['train']):
+        trained = train_tokenizer('bpe', pairs, LANGS, 8000)
+        n_tokens.append([sum(map(len, trained.encode_batch([pair[side] for pair in corpus['val']], lang)))
+                         for side, lang in enumerate(LANGS)])
+    longer = [sample / whole for sample, whole in zip(*n_tokens)]
+    assert all(1.015 < ratio < 1.045 for ratio in longer)
