@@ -2,11 +2,12 @@
 
 # %% auto #0
 __all__ = ['SHORT', 'fused_attention', 'is_faster_unfused', 'smoothed_loss_and_gradient', 'ChunkedLoss', 'chunked_loss',
-           'linear_cross_entropy', 'r_drop_loss_and_gradient', 'r_drop_loss', 'FastDropout', 'accelerate']
+           'linear_cross_entropy', 'summed_loss', 'validate', 'FastDropout', 'accelerate', 'r_drop_loss_and_gradient',
+           'r_drop_loss', 'LossModule']
 
-# %% ../nbs/24_kernels.ipynb #ker004
+# %% ../nbs/24_kernels.ipynb #ker102
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,9 +16,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from .attention import MultiHeadAttention, attention
+from .batches import Batch
 from .training import label_smoothing_loss
+from .vocabulary import PAD
 
-# %% ../nbs/24_kernels.ipynb #ker006
+# %% ../nbs/24_kernels.ipynb #ker106
 SHORT = 40 # keys up to which plain attention is faster for a batch on a CPU, without gradients
 
 def fused_attention(
@@ -42,7 +45,7 @@ def fused_attention(
 fused_attention.reference = attention # the same output, always with the weights
 
 def is_faster_unfused(query, key):
-    "Whether a CPU decodes a batch of short sentences."
+    "Whether this is beam search for a batch of short sentences on a CPU."
     is_batch = query.size(0) > 1 and query.size(-2) > 1
     is_short = key.size(-2) <= SHORT and query.device.type == 'cpu'
     return is_batch and is_short and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
@@ -65,7 +68,7 @@ def smoothed_loss_and_gradient(
     gradient.scatter_add_(1, index, torch.full_like(target_logit, label_smoothing - 1))
     return loss
 
-# %% ../nbs/24_kernels.ipynb #ker012
+# %% ../nbs/24_kernels.ipynb #ker111
 class ChunkedLoss(torch.autograd.Function):
     "A loss of `hidden @ weight.T + bias` and its gradients, one chunk of tokens at a time."
     @staticmethod
@@ -84,11 +87,13 @@ class ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(targets), chunk_size):
             rows = slice(start * rows_per_token, (start + chunk_size) * rows_per_token)
             h = hidden[rows]
-            logits = torch.mm(h, weight.T, out=buffer[:len(h)]).to(sum_dtype)
+            logits = buffer[:len(h)]
+            torch.mm(h, weight.T, out=logits)
+            logits = logits.to(sum_dtype)                    # the buffer itself, unless dtype is half precision
             if bias is not None:
                 logits += bias
             total += loss_and_gradient(logits, targets[start:start + chunk_size])
-            d_logits = logits.to(dtype)                      # the logits are their own gradient now
+            d_logits = logits.to(dtype)                      # `logits` now holds the gradient
             if bias is not None:
                 d_bias += logits.sum(0)
             torch.mm(d_logits, weight, out=d_hidden[rows])
@@ -105,6 +110,7 @@ class ChunkedLoss(torch.autograd.Function):
         gradients = [None if gradient is None else gradient * d_loss for gradient in ctx.gradients]
         return *gradients, None, None, None, None, None
 
+# %% ../nbs/24_kernels.ipynb #ker113
 def chunked_loss(
     loss_and_gradient: Callable[[Tensor, Tensor], Tensor], # (logits, targets) -> summed loss;
                                                            # overwrites the logits with its gradient
@@ -127,14 +133,14 @@ def chunked_loss(
         return ChunkedLoss.apply(
             hidden, weight, bias, targets, loss_and_gradient, rows_per_token, chunk_size, dtype)
 
-# %% ../nbs/24_kernels.ipynb #ker013
+# %% ../nbs/24_kernels.ipynb #ker114
 def linear_cross_entropy(
     hidden: Float[Tensor, "n d_model"],          # the decoder's output at each target token
     weight: Float[Tensor, "vocab_size d_model"], # of `lm_head`
     targets: Int[Tensor, "n"],                   # the correct tokens
     label_smoothing: float = 0.0,
     bias: Float[Tensor, "vocab_size"] | None = None, # of `lm_head`
-    chunk_size: int | None = None, # tokens in a chunk (default: 256 on a CPU, 2,048 elsewhere)
+    chunk_size: int | None = None, # tokens in a chunk (default: 256 on a CPU with gradients, else 2,048)
 ) -> Float[Tensor, ""]: # nats, summed over the n tokens
     "The sum of `training.label_smoothing_loss` over all tokens, without holding all logits."
     if torch.is_grad_enabled():
@@ -144,6 +150,64 @@ def linear_cross_entropy(
     for h, t in zip(hidden.split(chunk_size or 2048), targets.split(chunk_size or 2048)):
         losses.append(label_smoothing_loss(F.linear(h, weight, bias), t, label_smoothing) * len(t))
     return torch.stack(losses).sum()
+
+# %% ../nbs/24_kernels.ipynb #ker117
+def summed_loss(
+    model: nn.Module,
+    batch: Batch,
+    label_smoothing: float = 0.0,
+    hidden_states: Callable | None = None, # a compiled `model.hidden_states`
+) -> Float[Tensor, ""]: # nats, summed over the batch's target tokens
+    "`training.batch_loss` times the number of tokens. Padding is dropped before the output layer."
+    hidden_states = hidden_states or model.hidden_states
+    is_token = batch.tgt_out != PAD
+    hidden = hidden_states(batch.src, batch.tgt_in)[is_token] # (n_tokens, d_model)
+    targets = batch.tgt_out[is_token]
+    return linear_cross_entropy(hidden, model.lm_head.weight, targets, label_smoothing, model.lm_head.bias)
+
+@torch.no_grad()
+def validate(
+    model: nn.Module,
+    batches: Sequence[Batch],
+) -> float: # nats per target token
+    "`training.validate` without holding all logits."
+    was_training = model.training
+    device = model.lm_head.weight.device
+    model.eval()
+    total_loss = sum(summed_loss(model, batch.to(device)).item() for batch in batches)
+    n_tokens = sum(batch.n_tokens for batch in batches)
+    model.train(was_training)
+    return total_loss / n_tokens
+
+# %% ../nbs/24_kernels.ipynb #ker019
+class FastDropout(nn.Dropout):
+    "nn.Dropout, faster on a CPU: 16 random bits per element, so `p` has steps of 1/65,536."
+    def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        "Set features to zero with probability `p` and scale the rest; in eval mode return `x`."
+        if not self.training:
+            return x
+        levels = 2**16
+        n_dropped = round(self.p * levels)
+        is_all_or_none = n_dropped in (0, levels)
+        if is_all_or_none or x.device.type != 'cpu' or torch.compiler.is_compiling():
+            return super().forward(x)
+        n_words = math.ceil(x.numel() / 4)              # 64 random bits serve four elements
+        words = torch.empty(n_words, dtype=torch.int64).random_(-2**63, None)
+        draws = words.view(torch.int16)[:x.numel()]     # from -2**15 to 2**15 - 1
+        keep = torch.ge(draws, n_dropped - 2**15, out=x.new_empty(x.numel())) # 1.0 or 0.0
+        return x * keep.mul_(levels / (levels - n_dropped)).view(x.shape)
+
+# %% ../nbs/24_kernels.ipynb #ker121
+def accelerate(model: nn.Module) -> nn.Module: # the same model
+    "Replace reference functions and modules by fast ones, in place: attention and dropout."
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            for caller in (module, module.attention_fn): # rotary positions are a function that calls `attention`
+                if getattr(caller, 'attention_fn', None) is attention:
+                    caller.attention_fn = fused_attention
+        if type(module) is nn.Dropout:
+            module.__class__ = FastDropout # another `forward`; `p`, mode and hooks stay
+    return model
 
 # %% ../nbs/24_kernels.ipynb #ker016
 def r_drop_loss_and_gradient(
@@ -187,33 +251,34 @@ def r_drop_loss(
     loss = partial(r_drop_loss_and_gradient, label_smoothing=label_smoothing, weight=r_drop)
     return chunked_loss(loss, hidden, weight, bias, targets, chunk_size, rows_per_token=2)
 
-# %% ../nbs/24_kernels.ipynb #ker019
-class FastDropout(nn.Dropout):
-    "nn.Dropout, faster on a CPU: 16 random bits per element, so `p` has steps of 1/65,536."
-    def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        "Set features to zero with probability `p` and scale the rest; in eval mode return `x`."
-        if not self.training:
-            return x
-        levels = 2**16
-        n_dropped = round(self.p * levels)
-        is_all_or_none = n_dropped in (0, levels)
-        if is_all_or_none or x.device.type != 'cpu' or torch.compiler.is_compiling():
-            return super().forward(x)
-        n_words = math.ceil(x.numel() / 4)              # 64 random bits serve four elements
-        words = torch.empty(n_words, dtype=torch.int64).random_(-2**63, None)
-        draws = words.view(torch.int16)[:x.numel()]     # from -2**15 to 2**15 - 1
-        keep = torch.ge(draws, n_dropped - 2**15, out=x.new_empty(x.numel())) # 1.0 or 0.0
-        return x * keep.mul_(levels / (levels - n_dropped)).view(x.shape)
+# %% ../nbs/24_kernels.ipynb #ker131
+class LossModule(nn.Module):
+    "A model and its training loss as one module, so that it can be wrapped for many processes."
+    def __init__(
+        self,
+        model: nn.Module,    # has `hidden_states` and `lm_head`, as Transformer does
+        config,              # `trainer.TrainConfig`: label_smoothing, precision, compile
+    ):
+        super().__init__()
+        self.model = model
+        self.label_smoothing = config.label_smoothing
+        self.bfloat16 = config.precision == 'bfloat16'
+        self.r_drop = 0.0    # the trainer sets it
+        self.hidden_states = torch.compile(model.hidden_states) if config.compile else model.hidden_states
 
-# %% ../nbs/24_kernels.ipynb #ker022
-def accelerate(model: nn.Module) -> nn.Module: # the same model
-    "Replace reference functions and modules by fast ones, in place: attention and dropout."
-    for module in model.modules():
-        if isinstance(module, MultiHeadAttention):
-            if module.attention_fn is attention:
-                module.attention_fn = fused_attention
-            if getattr(module.attention_fn, 'attention_fn', None) is attention: # rotary positions
-                module.attention_fn.attention_fn = fused_attention
-        if type(module) is nn.Dropout:
-            module.__class__ = FastDropout
-    return model
+    def forward(self, batch: Batch) -> Float[Tensor, ""]: # nats, summed over the batch's target tokens
+        "Return the smoothed loss; with R-Drop, the mean of two passes and the distance between them."
+        with torch.autocast(batch.src.device.type, torch.bfloat16, enabled=self.bfloat16):
+            if self.r_drop:
+                return self.two_passes(batch)
+            return summed_loss(self.model, batch, self.label_smoothing, self.hidden_states)
+
+    def two_passes(self, batch: Batch) -> Float[Tensor, ""]:
+        "Run every sentence twice in one batch: each copy gets its own dropout."
+        is_token = batch.tgt_out != PAD
+        src = torch.cat([batch.src, batch.src])
+        tgt = torch.cat([batch.tgt_in, batch.tgt_in])
+        first, second = self.hidden_states(src, tgt).chunk(2)
+        loss = r_drop_loss(first[is_token], second[is_token], self.model.lm_head.weight, batch.tgt_out[is_token],
+                           self.label_smoothing, self.r_drop, self.model.lm_head.bias)
+        return loss / 2 # comparable with one pass
