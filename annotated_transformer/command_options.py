@@ -3,11 +3,12 @@
 # %% auto #0
 __all__ = ['METAVARS', 'GROUPS_TYPE', 'Option', 'Common', 'comments', 'strip_none', 'strip_annotations', 'is_union',
            'nested_dataclass', 'options_of', 'build', 'choices_of', 'metavar', 'parsed_type', 'help_text',
-           'default_hint', 'grouped', 'parser_class', 'parse_options', 'flat_values', 'plain_error', 'named_as_typed',
-           'read_config', 'checked_value', 'config_text', 'Command', 'peek']
+           'default_hint', 'grouped', 'parser_class', 'parse_options', 'flat_values', 'plain_error', 'with_suggestion',
+           'named_as_typed', 'read_config', 'checked_value', 'config_text', 'Command', 'peek']
 
 # %% ../nbs/60_command_options.ipynb #cop004
 import contextlib
+import difflib
 import functools
 import inspect
 import io
@@ -240,7 +241,7 @@ def parse_options(
     except SystemExit as stop:
         if not stop.code:
             raise # after --help
-        raise ValueError(plain_error(errors.getvalue())) from None
+        raise ValueError(with_suggestion(plain_error(errors.getvalue()), options)) from None
     return dict(flat_values(parsed))
 
 def flat_values(parsed: Any) -> Iterable[tuple[str, Any]]:
@@ -262,8 +263,21 @@ def plain_error(box: str) -> str:
     not_a_float = r"Error parsing (\S+): could not convert string to float: '(.*)'"
     text = re.sub(not_a_float, r'\1 \2 is not a number', text)
     text = re.sub(r'^Missing from .*?: ', 'missing: ', text)
-    text = re.sub(r'Perhaps you meant: (--[\w-]+).*', r'(did you mean \1?)', text)
+    text = re.sub(r' *Perhaps you meant: .*', '', text) # `with_suggestion` knows better
     return text.replace('Expected 1 values.', '').strip()
+
+def with_suggestion(
+    message: str,
+    options: Mapping[str, Option],
+) -> str:
+    "Add to an error about an unknown option which options it may stand for: those that it begins, or a similar one."
+    found = re.match(r'Unrecognized options: (--[\w-]+)', message)
+    if not found:
+        return message
+    flags = [option.flag for option in options.values()]
+    likely = [flag for flag in flags if flag.startswith(found[1])][:3]
+    likely = likely or difflib.get_close_matches(found[1], flags, n=1)
+    return f'{message} (did you mean {" or ".join(likely)}?)' if likely else message
 
 def named_as_typed(
     message: str,            # an error message, in which options have their Python names
@@ -335,15 +349,15 @@ class Command:
     @classmethod
     def options(
         cls,
-        asked: Mapping[str, Any], # options that decide what the defaults of others are
+        deciding: Mapping[str, Any], # options that decide what the defaults of others are
     ) -> dict[str, Option]:
         "Return the options of the command, with their defaults."
         found = options_of(cls, cls.NAMES, cls.TEXTS, cls.KINDS)
-        defaults = cls.defaults(asked)
+        defaults = cls.defaults(deciding)
         return {name: replace(option, default=defaults.get(name, option.default)) for name, option in found.items()}
 
     @classmethod
-    def defaults(cls, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def defaults(cls, deciding: Mapping[str, Any]) -> dict[str, Any]:
         "Return defaults that are not those of the dataclass."
         return {}
 
@@ -353,7 +367,7 @@ class Command:
         return build(cls, values, cls.NAMES)
 
     @classmethod
-    def description(cls, asked: Mapping[str, Any]) -> str:
+    def description(cls, deciding: Mapping[str, Any]) -> str:
         "Return what --help says first."
         return inspect.getdoc(cls)
 

@@ -26,7 +26,7 @@ from .line_translation import (
     DirectOutput, PartialOutput, check_output, live_lines, skip_done, write_lines)
 from .parallel_text import raw_lines, stream_lines, zip_lines
 from .score_report import (
-    PICTURES, describe, phenomenon_scores, report, require_matplotlib, save_plot)
+    PICTURES, counted, describe, phenomenon_scores, report, require_matplotlib, save_plot)
 from .server import ServerConfig, serve
 from .train_command import chosen_device
 from .translator import SHIPPED, Translator, decoding_config
@@ -87,7 +87,7 @@ class Evaluate(Command):
     references: Path | None = None   # references of --translations, line by line
     against: Path | None = None      # another system's translations of the same sentences, to compare
     tokenized_references: Path | None = None # references that are lowercased and tokenized already, as some papers use
-    samples: int = 1000              # resampled test sets for intervals and p-values; 0: none
+    samples: int = 1000              # resampled test sets for intervals and p-values; 0: no interval
     pair: str | None = None          # source and target language (left out: the model's)
     data_dir: Path | None = None     # folder with the files of multi30k or wmt14
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
@@ -105,12 +105,12 @@ class Evaluate(Command):
     REST = 'search'
 
     @classmethod
-    def defaults(cls, asked: Mapping[str, Any]) -> dict[str, Any]:
-        return own_decoding(asked.get('model'))
+    def defaults(cls, deciding: Mapping[str, Any]) -> dict[str, Any]:
+        return own_decoding(deciding.get('model'))
 
     @classmethod
-    def options(cls, asked: Mapping[str, Any]) -> dict[str, Option]:
-        found = super().options(asked)
+    def options(cls, deciding: Mapping[str, Any]) -> dict[str, Option]:
+        found = super().options(deciding)
         del found['n_best'] # one translation of each sentence is scored
         return found
 
@@ -198,7 +198,7 @@ class Evaluate(Command):
         references = [tgt for _, tgt in pairs]
         check_lines(others, len(references))
         if not self.json:
-            print(f'Translating {len(pairs):,} sentences of {name} from {langs[0]} to {langs[1]} '
+            print(f'Translating {counted(len(pairs), "sentence")} of {name} from {langs[0]} to {langs[1]} '
                   f'on {translator.device}', file=sys.stderr)
         start = time.monotonic()
         translations = translator.translate(sources, progress_bar=not self.json, **search_settings(self.decoding))
@@ -216,7 +216,8 @@ def check_lines(files: dict[Path, list[str]], n_references: int) -> None:
     "Raise ValueError unless each file has one line for each reference."
     for path, lines in files.items():
         if len(lines) != n_references:
-            raise ValueError(f'{path} has {len(lines):,} lines, but there are {n_references:,} references')
+            raise ValueError(f'{path} has {counted(len(lines), "line")}, but there are '
+                             f'{counted(n_references, "reference")}')
 
 def search_settings(decoding: DecodingConfig) -> dict[str, Any]:
     "Return search settings as keyword arguments of `translate`."
@@ -254,8 +255,8 @@ class Translate(Command):
     REST = 'expert'
 
     @classmethod
-    def defaults(cls, asked: Mapping[str, Any]) -> dict[str, Any]:
-        return own_decoding(asked.get('model'))
+    def defaults(cls, deciding: Mapping[str, Any]) -> dict[str, Any]:
+        return own_decoding(deciding.get('model'))
 
     def __call__(self) -> None:
         if self.text and self.input:
@@ -295,7 +296,7 @@ class Translate(Command):
                         'search': asdict(self.decoding), 'prefix': self.prefix}
         file = PartialOutput(self.output, settings, self.overwrite, self.decoding.n_best > 1)
         if file.n_done:
-            print(f'{file.partial} holds {file.n_done:,} translations: continuing behind them', file=sys.stderr)
+            print(f'{file.partial} holds {counted(file.n_done, "translation")}: continuing after them', file=sys.stderr)
         with file.open():
             yield file
 
@@ -422,11 +423,13 @@ class Serve(Command):
         'max_waiting': 'sentences that may wait; a request beyond that is refused with status 429',
         'max_sentences': 'sentences in one request; a request with more is refused with status 413',
         'max_bytes': 'bytes in one request; a request with more is refused with status 413',
+        'max_attention': 'requests for attention weights that may wait; one beyond that is refused with status 429',
         'timeout': 'seconds for one request; one that takes longer gets status 408 or 504',
     }
     GROUPS = {
         '': ('', ('model', 'host', 'port', 'api_key', 'device', 'threads', 'config', 'save_config')),
-        'limit': ('', ('max_batch', 'max_wait', 'max_waiting', 'max_sentences', 'max_bytes', 'timeout')),
+        'limit': ('', ('max_batch', 'max_wait', 'max_waiting', 'max_sentences', 'max_bytes', 'timeout',
+                      'max_attention')),
     }
     REST = 'limit'
 

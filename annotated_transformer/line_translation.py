@@ -144,7 +144,8 @@ class PartialOutput:
 
     def explain(self, error: BaseException) -> None:
         "Say in an error where the finished translations are."
-        kept = f'{self.n_done:,} translations are in {self.partial}'
+        finished = '1 translation is' if self.n_done == 1 else f'{self.n_done:,} translations are'
+        kept = f'{finished} in {self.partial}'
         if self.settings is not None and not isinstance(error, ValueError):
             kept += ': run the same command again to continue (without --overwrite)'
         if isinstance(error, OSError):

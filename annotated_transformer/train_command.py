@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHTS', 'GROUPS', 'ANY_POSITIONS', 'limits', 'changed_settings', 'model_name', 'table', 'start_report',
-           'chosen_weights', 'next_commands', 'end_report', 'chosen_device', 'changed_model', 'Train', 'train',
-           'resumable', 'Demo', 'show', 'draw_attention']
+           'chosen_weights', 'next_commands', 'duration', 'end_report', 'chosen_device', 'changed_model', 'Train',
+           'train', 'resumable', 'Demo', 'show', 'draw_attention']
 
 # %% ../nbs/58_train_command.ipynb #trc004
 import math
@@ -26,7 +26,7 @@ from .recipe import (
     RECIPES, RunConfig, default_run, differences, evaluate, is_finished, recipe_for, settings_dict, train_translator)
 from .recurrent import RecurrentConfig
 from .relative_positions import RELATIVE_POSITIONS, RelativeConfig
-from .score_report import phenomenon_scores
+from .score_report import counted, phenomenon_scores
 from .trainer import TrainConfig, Trainer
 from .transformer import PRESETS, TransformerConfig
 from .translator import Translator
@@ -36,11 +36,11 @@ from .vocabulary import Tokenizer, load_tokenizer
 def limits(config: RunConfig) -> str:
     "Say when training ends."
     training = config.training
-    parts = [f'{training.max_steps:,} steps']
+    parts = [counted(training.max_steps, 'step')]
     if training.max_epochs:
-        parts.append(f'{training.max_epochs:,} epochs')
+        parts.append(counted(training.max_epochs, 'epoch'))
     if training.max_minutes:
-        parts.append(f'{training.max_minutes:g} minutes')
+        parts.append('1 minute' if training.max_minutes == 1 else f'{training.max_minutes:g} minutes')
     return ' or '.join(parts) + (', whichever comes first' if len(parts) > 1 else '')
 
 def changed_settings(config: RunConfig, recipe: str | None = None) -> list[str]:
@@ -55,7 +55,7 @@ def changed_settings(config: RunConfig, recipe: str | None = None) -> list[str]:
             continue
         if name in ('corpus', 'pair', *PATH_OPTIONS): # said elsewhere
             continue
-        found.append(f'{name} {after} (usually {before})')
+        found.append(f'{name} {after} (default {before})')
     return found
 
 def model_name(config: Any) -> str:
@@ -82,8 +82,8 @@ def start_report(
     loader = trainer.loader
     steps = math.ceil(len(loader) / config.training.gradient_accumulation_steps)
     src_tokens, tgt_tokens = loader.lengths.sum(0).tolist()
-    data = (f'{len(loader.lengths):,} pairs with {src_tokens:,} source and {tgt_tokens:,} target tokens to train on, '
-            f'{len(corpus["val"]):,} pairs to validate on')
+    data = (f'{counted(len(loader.lengths), "pair")} with {src_tokens:,} source and {tgt_tokens:,} target tokens '
+            f'to train on, {counted(len(corpus["val"]), "pair")} to validate on')
     left_out = [f'{count:,} {reason}' for reason, count in corpus.dropped.items() if count]
     model = trainer.model
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -99,9 +99,9 @@ def start_report(
         'settings': '; '.join(changed_settings(config, recipe)) or 'all as in the recipe',
         'batches': f'at most {config.training.max_tokens:,} tokens; steps per epoch: {steps:,}',
         'ends after': limits(config),
-        'device': f'{device}, {torch.get_num_threads()} threads, {config.training.precision}'
+        'device': f'{device}, {counted(torch.get_num_threads(), "thread")}, {config.training.precision}'
                   + (f', {n_processes} processes' if n_processes > 1 else ''),
-        'files': f'{out}: the model, log.jsonl, and checkpoints every {config.training.save_every:,} steps',
+        'files': f'{out}: the model, log.jsonl, and a checkpoint every {counted(config.training.save_every, "step")}',
         'resumes': f'after step {int(checkpoint.name[5:]):,}' if checkpoint else '',
     }
     return table(f'Training {source} to {target} on {corpus.name}', rows)
@@ -144,6 +144,10 @@ def next_commands(out: Path) -> str:
             f'annotated-transformer translate --model {folder} "A sentence."\n'
             f'annotated-transformer attention --model {folder} "A sentence."')
 
+def duration(minutes: float) -> str:
+    "Return a time in minutes, or in seconds if it is short."
+    return f'{minutes:.1f} minutes' if minutes >= 2 else f'{60 * minutes:.1f} seconds'
+
 def end_report(
     out: Path,            # folder of a finished run
     was_finished: bool = False, # before this command
@@ -154,15 +158,17 @@ def end_report(
     scores = record['val']
     monitor = record['run']['training'].get('monitor', 'val_loss')
     log = out / 'log.jsonl'
+    n_epochs = progress['epoch'] + (progress['batch'] > 0) # those that have begun
     commands = next_commands(out).splitlines()
     rows = {
-        'trained': f'{progress["step"]:,} steps in {progress["minutes"]:.1f} minutes, '
-                   f'{progress["epoch"]:,} complete epochs',
+        'trained': f'{counted(progress["step"], "step")} in {duration(progress["minutes"])}, '
+                   f'{counted(n_epochs, "epoch")}' + (' (the last one may be incomplete)' if progress['batch'] else ''),
         'weights': chosen_weights(read_log(log), monitor) if log.exists() else '',
-        'validation': f'BLEU {scores["bleu"]:.2f} on {scores["sentences"]:,} sentences ({scores["signature"]})',
+        'validation': f'BLEU {scores["bleu"]:.2f} on {counted(scores["sentences"], "sentence")} '
+                      f'({scores["signature"]})',
         'next': commands[0],
     }
-    text = table(f'{out} holds this run, finished' if was_finished else f'{out} is finished', rows)
+    text = table(f'The run in {out} was already finished' if was_finished else f'The run in {out} is finished', rows)
     indent = ' ' * (max(map(len, rows)) + 4)
     text += ''.join(f'\n{indent}{command}' for command in commands[1:])
     if was_finished:
@@ -233,7 +239,7 @@ class Train(Command):
     preset: str | None = None           # sizes of the model by name (left out: the recipe's)
     overwrite: bool = False             # start over, and delete the run that the folder holds
     architecture: str = 'transformer'   # transformer, or recurrent: the networks before the Transformer
-    attention: Literal['additive', 'dot'] = 'additive' # of a recurrent model
+    attention: Literal['additive', 'general'] = 'additive' # of a recurrent model
     common: Common = field(default_factory=Common)
 
     GROUPS = GROUPS
@@ -260,19 +266,19 @@ class Train(Command):
     }
 
     @classmethod
-    def usual_run(cls, asked: Mapping[str, Any]) -> RunConfig:
+    def usual_run(cls, deciding: Mapping[str, Any]) -> RunConfig:
         "Return the settings that the recipe, the preset and the model to start from give."
-        recipe = asked.get('recipe') or recipe_for(asked.get('corpus') or 'toy-ende')
-        return default_run(None, asked.get('preset'), recipe, asked.get('start_from'))
+        recipe = deciding.get('recipe') or recipe_for(deciding.get('corpus') or 'toy-ende')
+        return default_run(None, deciding.get('preset'), recipe, deciding.get('start_from'))
 
     @classmethod
-    def defaults(cls, asked: Mapping[str, Any]) -> dict[str, Any]:
-        "Return the defaults of the corpus, recipe, preset and model that are asked for."
-        corpus = asked.get('corpus')
+    def defaults(cls, deciding: Mapping[str, Any]) -> dict[str, Any]:
+        "Return the defaults of the corpus, recipe, preset and model that the deciding options name."
+        corpus = deciding.get('corpus')
         for name in ('tsv', 'src'):
-            if corpus is None and name in asked:
+            if corpus is None and name in deciding:
                 corpus = {'tsv': 'tsv', 'src': 'files'}[name]
-        run = cls.usual_run(asked | ({'corpus': corpus} if corpus else {}))
+        run = cls.usual_run(deciding | ({'corpus': corpus} if corpus else {}))
         settings = asdict(run)
         found = settings.pop('corpus') | settings.pop('model') | settings.pop('training') | settings
         if corpus and corpus != run.corpus.corpus:
@@ -280,7 +286,7 @@ class Train(Command):
         if run.start_from:
             found['pair'] = '-'.join(load_tokenizer(run.start_from / 'tokenizer.json').langs)
             found['architecture'] = 'recurrent' if isinstance(run.model, RecurrentConfig) else 'transformer'
-        found['out'] = Path('runs', str(asked.get('recipe') or found['corpus']))
+        found['out'] = Path('runs', str(deciding.get('recipe') or found['corpus']))
         return found
 
     @classmethod
@@ -300,11 +306,11 @@ class Train(Command):
         return cls(run, **others, common=build(Common, values))
 
     @classmethod
-    def description(cls, asked: Mapping[str, Any]) -> str:
+    def description(cls, deciding: Mapping[str, Any]) -> str:
         "Say which recipe the defaults are from."
-        defaults = cls.defaults(asked)
-        recipe = asked.get('recipe') or recipe_for(defaults['corpus'])
-        return (f'{super().description(asked)}\n\nThe defaults below are those of the recipe {recipe}, for corpus '
+        defaults = cls.defaults(deciding)
+        recipe = deciding.get('recipe') or recipe_for(defaults['corpus'])
+        return (f'{super().description(deciding)}\n\nThe defaults below are those of the recipe {recipe}, for corpus '
                 f'{defaults["corpus"]}. Add --corpus, --recipe, --preset or --start-from to see those of another.')
 
     def __call__(self) -> None:
@@ -371,7 +377,7 @@ class Demo(Command):
                 show(corpus[split], translations)
             print(f'\n{split}: {scores}')
             for name, part in phenomenon_scores(split, translations).items():
-                print(f'    {name:<24} BLEU {part.bleu:6.2f} on {part.sentences} sentences')
+                print(f'    {name:<24} BLEU {part.bleu:6.2f} on {counted(part.sentences, "sentence")}')
         longest = max((src for src, _ in corpus['test'][:8]), key=len)
         path = self.out / 'attention.png'
         try:

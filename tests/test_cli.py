@@ -97,6 +97,8 @@ def test_help_and_version_do_not_import_torch():
     for option in ('--help', '--version'):
         done = subprocess.run([sys.executable, '-c', code, option], capture_output=True, text=True, cwd=ROOT)
         assert done.stdout.splitlines()[-1] == 'False False', done.stdout + done.stderr
+    with pytest.raises(SystemExit):
+        parse(('--version',)) # any sequence will do
 
 
 @pytest.mark.parametrize('command', COMMANDS)
@@ -135,6 +137,8 @@ def test_help_shows_the_defaults_that_apply(capsys, tmp_path):
 def test_an_unknown_command_and_option_are_named(fails):
     assert 'translat is not a command: choose one of train' in fails('translat')
     assert "--modle, x (did you mean --model?)" in fails('translate', '--modle', 'x')
+    assert '--beam, x (did you mean --beam-size or --beam-patience?)' in fails('translate', '--beam', 'x')
+    assert fails('translate', '--zzzz', 'x').endswith('--zzzz, x')
     assert '--beam-size x is not a whole number' in fails('translate', '--beam-size', 'x', 'hello')
     assert '--length-penalty x is not a number' in fails('translate', '--length-penalty', 'x', 'hello')
     assert 'missing: RUN' in fails('average')
@@ -238,13 +242,13 @@ def test_a_start_brings_sizes_and_languages(trained):
 def test_a_run_explains_itself(tmp_path, run, fails):
     args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'run', *SMALL]
     text = run(*args, '--threads', torch.get_num_threads(), '--device', 'cpu').out
-    for words in ('44 pairs with', '8 pairs to validate on', 'parameters', 'd_model 32 (usually 128)', '20 steps',
+    for words in ('44 pairs with', '8 pairs to validate on', 'parameters', 'd_model 32 (default 128)', '20 steps',
                   'cpu', 'float32', str(tmp_path / 'run'), 'the lowest validation loss',
                   'validation', 'annotated-transformer evaluate --model'):
         assert words in text, words
     before = hashes(tmp_path / 'run')
     again = run(*args).out
-    assert 'holds this run, finished' in again and '--overwrite' in again
+    assert 'was already finished' in again and '--overwrite' in again
     assert hashes(tmp_path / 'run') == before
     assert '--warmup-steps was 400 and is now 9' in fails(*args, '--warmup-steps', 9)
     assert hashes(tmp_path / 'run') == before
@@ -302,16 +306,26 @@ def test_a_stopped_run_saves_and_resumes(tmp_path, monkeypatch, capsys):
 
 
 def test_too_little_memory_is_said_in_one_line(monkeypatch, fails):
-    for error in (MemoryError(), RuntimeError("can't allocate memory: 9 bytes")):
+    for error in (MemoryError(), torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 bytes'),
+                  RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")):
         def stop(args, error=error):
             raise error
         monkeypatch.setattr(cli, 'run', stop)
         assert 'not enough memory' in fails('train')
-    def bug(args):
-        raise RuntimeError('a bug')
-    monkeypatch.setattr(cli, 'run', bug)
-    with pytest.raises(RuntimeError, match='a bug'):
-        main(['train'])
+    for message in ('a bug', 'CUDA error: an illegal memory access was encountered'):
+        def bug(args, message=message):
+            raise RuntimeError(message)
+        monkeypatch.setattr(cli, 'run', bug)
+        with pytest.raises(RuntimeError, match=message):
+            main(['train'])
+
+
+def test_a_traceback_for_those_who_look_for_a_bug(monkeypatch, capsys):
+    for wanted in ('', '1'):
+        monkeypatch.setenv('ANNOTATED_TRANSFORMER_DEBUG', wanted)
+        with pytest.raises(SystemExit):
+            main(['translate', '--model', 'nowhere', 'x'])
+        assert ('Traceback' in capsys.readouterr().err) == bool(wanted)
 
 
 # --- translate
@@ -521,7 +535,7 @@ def test_translations_of_any_system(tmp_path, run, fails):
     both = ['--translations', tmp_path / 'ours', '--references', tmp_path / 'refs', '--samples', 0]
     assert 'ours: 3 sentences' in run('evaluate', *both).out
     assert 'the other system: BLEU' in run('evaluate', *both, '--against', tmp_path / 'ours').out
-    assert '1 lines, but there are 3 references' in fails('evaluate', *both, '--against', tmp_path / 'short')
+    assert '1 line, but there are 3 references' in fails('evaluate', *both, '--against', tmp_path / 'short')
     assert 'one is missing' in fails('evaluate', '--translations', tmp_path / 'ours')
     assert 'absent' in fails('evaluate', '--translations', tmp_path / 'absent', '--references', tmp_path / 'refs')
     assert 'would be replaced' in fails('evaluate', *both, '--output', tmp_path / 'refs', '--overwrite')

@@ -19,6 +19,7 @@ def test_the_number_of_sentences_comes_first():
     found = report(OURS, REFERENCES, 'de', samples=0)
     assert next(iter(found)) == 'sentences' and found['sentences'] == 36
     assert describe('ours', found).splitlines()[0] == 'ours: 36 sentences'
+    assert describe('one', report(OURS[:1], REFERENCES[:1], 'de', samples=0)).startswith('one: 1 sentence\n')
 
 
 def test_figures_are_those_of_scoring_and_can_be_saved_as_json():
