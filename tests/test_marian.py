@@ -14,7 +14,7 @@ pytest.importorskip('sentencepiece', reason='Marian models need sentencepiece, w
 from marian_folders import (PAIRS, SENTENCEPIECE, UNTIED, pieces_of, random_marian, random_sources, random_targets,
                             sizes, their_ids, write_marian, write_vocabulary)
 
-from annotated_transformer import decoding, inference, marian, trainer, training
+from annotated_transformer import decoding, inference, kernels, marian, training
 from annotated_transformer.batches import collate
 from annotated_transformer.checkpoints import load_model, save_model
 from annotated_transformer.kernels import accelerate
@@ -95,7 +95,7 @@ def test_training_reaches_every_parameter_and_the_chunked_loss_knows_the_bias():
     torch.nn.init.normal_(model.lm_head.bias)
     batch = collate([([4, 5, 6], [7, 8]), ([9, 10], [11, 12, 13])])
     gradients = []
-    for loss_of in (training.batch_loss, lambda *args: trainer.summed_loss(*args) / batch.n_tokens):
+    for loss_of in (training.batch_loss, lambda *args: kernels.summed_loss(*args) / batch.n_tokens):
         model.zero_grad()
         loss_of(model, batch, 0.1).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})

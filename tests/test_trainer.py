@@ -12,12 +12,12 @@ from torch.testing import assert_close
 from annotated_transformer import training
 from annotated_transformer.batches import BatchLoader, collate
 from annotated_transformer.checkpoints import list_checkpoints, read_log
-from annotated_transformer.kernels import accelerate
+from annotated_transformer.kernels import LossModule, accelerate, summed_loss, validate
 from annotated_transformer.loader import TrainingLoader
 from annotated_transformer.recipe import scale_residual_branches
 from annotated_transformer.run_log import Interrupted
 from annotated_transformer.trainer import (
-    LossModule, TrainConfig, Trainer, summed_loss, train_step, validate)
+    TrainConfig, Trainer, best_name, steps_to_keep, train_step)
 from annotated_transformer.transformer import Transformer, TransformerConfig
 
 
@@ -71,7 +71,8 @@ def test_run_equals_the_reference(tmp_path):
     models = [make_model(dropout=0.0).double() for _ in range(2)]
     loader = ResumableLoader(make_pairs(), 128)
     expected = training.train(models[0], loader, 2, peak_lr=1e-2, warmup_steps=5, progress=False)
-    config = TrainConfig(peak_lr=1e-2, warmup_steps=5, max_epochs=2, log_every=1, save_every=100, max_grad_norm=math.inf)
+    config = TrainConfig(peak_lr=1e-2, warmup_steps=5, max_epochs=2, log_every=1, save_every=100,
+                         max_grad_norm=math.inf)
     Trainer(models[1], loader, list(loader.epoch(0))[:1], config, tmp_path, progress_bar=False).fit()
     rows = [row for row in read_log(tmp_path / 'log.jsonl') if 'loss' in row]
     for row, step in zip(rows, expected, strict=True):
@@ -195,7 +196,7 @@ def test_interrupt_saves_and_says_so(tmp_path):
     with pytest.raises(Interrupted, match='run the same command again') as caught:
         trainer.fit()
     assert caught.value.signal == signal.SIGINT
-    assert [folder.name for folder in list_checkpoints(tmp_path)] == ['step-00000004']
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == ['step-00000003']
 
 
 def test_early_stopping(tmp_path):
@@ -205,11 +206,76 @@ def test_early_stopping(tmp_path):
     assert trainer.progress.step == 20 # best at step 10, then two worse ones
 
 
+ABSURD = {'peak_lr': 1e30, 'max_grad_norm': math.inf}
+
+
 def test_nan_loss_stops_with_advice(tmp_path):
-    trainer = make_trainer(tmp_path, peak_lr=1e30, max_grad_norm=math.inf)
-    with pytest.raises(FloatingPointError, match='Try a lower learning rate'):
+    with pytest.raises(FloatingPointError, match='after step 1, the loss is nan.*lower learning rate.*no earlier'):
+        make_trainer(tmp_path, **ABSURD).fit()
+    assert not list_checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize('save_every', [1, 5])
+def test_run_that_diverges_leaves_a_checkpoint_to_resume_from(tmp_path, save_every):
+    "With save_every=1, weights are validated after the step that ruins them: they are not saved."
+    make_trainer(tmp_path / 'run', max_steps=10).fit()
+    with pytest.raises(FloatingPointError, match='after step 11.*step-00000010'):
+        make_trainer(tmp_path / 'run', save_every=save_every, **ABSURD).fit()
+    assert list_checkpoints(tmp_path / 'run')[-1].name == 'step-00000010'
+    resumed = make_trainer(tmp_path / 'run').fit()
+    whole = make_trainer(tmp_path / 'whole').fit()
+    for a, b in zip(whole.parameters(), resumed.parameters()):
+        assert torch.equal(a, b)
+
+
+def test_interrupted_run_with_ruined_weights_resumes_from_an_earlier_checkpoint(tmp_path):
+    "A signal saves without validation. The checkpoint proves worthless at the next step, and is renamed."
+    trainer = make_trainer(tmp_path)
+    original = trainer.step
+    def step(batches):
+        original(batches)
+        if trainer.progress.step == 7:
+            with torch.no_grad():
+                trainer.model.lm_head.weight.fill_(math.nan)
+            os.kill(os.getpid(), signal.SIGINT)
+    trainer.step = step
+    with pytest.raises(Interrupted):
         trainer.fit()
-    assert list_checkpoints(tmp_path)
+    assert list_checkpoints(tmp_path)[-1].name == 'step-00000007'
+    with pytest.raises(FloatingPointError, match='after step 7.*step-00000005'):
+        make_trainer(tmp_path).fit()
+    assert (tmp_path / 'checkpoints/failed-00000007/model.safetensors').exists()
+    assert list_checkpoints(tmp_path)[-1].name == 'step-00000005'
+    assert make_trainer(tmp_path).fit() and read_log(tmp_path / 'log.jsonl')[-1]['step'] == 20
+
+
+def test_validation_that_fails_stops_with_advice(tmp_path):
+    "As translating does when logits are NaN."
+    def measure(model):
+        raise FloatingPointError('the logits are NaN')
+    with pytest.raises(FloatingPointError, match='after step 5, the logits are NaN.*lower learning rate'):
+        make_trainer(tmp_path, measure).fit()
+
+
+def test_huge_loss_has_a_perplexity(tmp_path):
+    trainer = make_trainer(tmp_path)
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(1e5)
+    metrics = trainer.metrics(trainer.model)
+    assert metrics['val_loss'] > 1000 and math.isfinite(metrics['val_perplexity'])
+
+
+def test_best_candidate_is_never_nan():
+    assert best_name({'last': 2.0, 'averaged': math.nan, 'ema': 1.0}, 'val_loss') == 'ema'
+    assert best_name({'last': math.nan, 'averaged': 20.0, 'ema': 21.0}, 'val_bleu') == 'ema'
+    assert best_name({'last': math.nan, 'ema': math.nan}, 'val_loss') == 'last'
+
+
+def test_checkpoints_to_keep():
+    losses = [4.0, 2.0, 3.0, math.nan, 2.5]
+    rows = [{'step': step, 'val_loss': loss} for step, loss in enumerate(losses)]
+    assert steps_to_keep(rows, TrainConfig(average_checkpoints=2)) == [3, 4, 1]
+    assert steps_to_keep(rows, TrainConfig(average_checkpoints=2, average_best=True)) == [3, 4, 1, 4]
 
 
 def test_unknown_monitor_is_named(tmp_path):
