@@ -60,6 +60,32 @@ class Unoptimized(inference.DecoderState):
         return mha.out_proj(mha.merge_heads(output)).view(s, k, -1)
 
 
+class WithoutCache:
+    "A decoder state that computes all positions again at each step."
+    def __init__(self, model, src):
+        self.model = model
+        self.encoder_output = model.encode(src)
+        self.src_mask = padding_mask(src, PAD) if (src == PAD).any() else None
+        self.tgt = src.new_empty(len(src), 1, 0) # (s, k, positions)
+
+    def logits(self, tokens):
+        s, k = tokens.shape
+        self.tgt = torch.cat([self.tgt, tokens[..., None]], dim=-1)
+        encoder_output = self.encoder_output.repeat_interleave(k, 0)
+        mask = None if self.src_mask is None else self.src_mask.repeat_interleave(k, 0)
+        hidden = self.model.decode(self.tgt.flatten(0, 1), encoder_output, mask)[:, -1]
+        return self.model.lm_head(hidden).view(s, k, -1)
+
+    def reorder(self, parents):
+        self.tgt = self.tgt.gather(1, parents[..., None].expand(-1, -1, self.tgt.size(-1)))
+
+    def select_rows(self, sentences):
+        self.tgt = self.tgt[sentences]
+        self.encoder_output = self.encoder_output[sentences]
+        if self.src_mask is not None:
+            self.src_mask = self.src_mask[sentences]
+
+
 class CopyingCache(inference.KeyValueCache):
     "No room to spare: every step copies all positions into a larger tensor."
     def add_position(self):
@@ -72,8 +98,8 @@ class CopyingCache(inference.KeyValueCache):
         self.length += 1
 
 
-VARIANTS = ['one product for q, k, v', 'k queries for each source', 'no mask for unpadded batches',
-            'fused attention', 'buffers with spare room', 'done sentences leave the batch']
+VARIANTS = ['key/value cache', 'one product for q, k, v', 'k queries for each source', 'no mask for unpadded batches',
+            'fused attention', 'buffers with spare room', 'finished sentences leave the batch']
 
 
 @contextmanager
@@ -81,7 +107,9 @@ def variant(name, model):
     "Switch one optimization off."
     saved = {key: getattr(inference, key) for key in ('KeyValueCache', 'rows_to_keep', 'DecoderState')}
     Unoptimized.without = name
-    if name in VARIANTS[:3]:
+    if name == 'key/value cache':
+        inference.DecoderState = WithoutCache
+    if name in VARIANTS[1:4]:
         inference.DecoderState = Unoptimized
     if name == 'fused attention':
         for module in model.modules():
@@ -89,7 +117,7 @@ def variant(name, model):
                 module.attention_fn = attention
     if name == 'buffers with spare room':
         inference.KeyValueCache = CopyingCache
-    if name == 'done sentences leave the batch':
+    if name == 'finished sentences leave the batch':
         inference.rows_to_keep = lambda done: None
     try:
         yield
@@ -102,7 +130,8 @@ def variant(name, model):
 def measure(model, rows, rounds):
     """Return milliseconds for each sentence, and the time without each optimization over the time with all.
 
-    Times are processor times, so that other programs disturb them less: use one thread.
+    Each round compares times that were measured shortly after one another; the record has the quartiles of these
+    ratios. Times are processor times, so that other programs disturb them less: use one thread.
     """
     names = ['the reference', None, *VARIANTS]
     seconds = {setting: {name: [] for name in names} for setting in SETTINGS}
@@ -121,12 +150,13 @@ def measure(model, rows, rounds):
                         else:
                             inference.beam_search(model, src, beam_size=beam_size)
                 seconds[setting][name].append((time.process_time() - start) / sum(map(len, batches)))
-    medians = {setting: {name: statistics.median(found) for name, found in times.items() if found}
-               for setting, times in seconds.items()}
-    with_all = {setting: round(1000 * found[None], 2) for setting, found in medians.items()}
-    without = {name: {setting: round(found[name] / found[None], 3)
-                      for setting, found in medians.items() if name in found}
-               for name in ['the reference', *VARIANTS]}
+    with_all = {setting: round(1000 * statistics.median(found[None]), 2) for setting, found in seconds.items()}
+    without = {name: {} for name in ['the reference', *VARIANTS]}
+    for setting, found in seconds.items():
+        for name in without:
+            ratios = [slow / fast for slow, fast in zip(found[name], found[None])]
+            if ratios:
+                without[name][setting] = [round(ratio, 3) for ratio in statistics.quantiles(ratios, n=4)]
     return with_all, without
 
 
