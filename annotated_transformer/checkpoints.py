@@ -4,7 +4,7 @@
 __all__ = ['KINDS', 'Progress', 'load_progress', 'kind_of', 'kind_classes', 'build_model', 'config_from_json', 'save_model',
            'read_weights', 'copy_weights', 'load_weights', 'load_model', 'load_state', 'write_manifest',
            'verify_checkpoint', 'save_checkpoint', 'load_checkpoint', 'list_checkpoints', 'recover_checkpoints',
-           'latest_checkpoint', 'keep_checkpoints', 'best_steps', 'average_checkpoints', 'training_record', 'read_log',
+           'latest_checkpoint', 'keep_checkpoints', 'best_steps', 'training_record', 'average_checkpoints', 'read_log',
            'append_log', 'truncate_log']
 
 # %% ../nbs/26_checkpoints.ipynb #03-6365d3
@@ -34,7 +34,7 @@ from .training import average_weights
 # %% ../nbs/26_checkpoints.ipynb #09-992238
 @dataclass
 class Progress:
-    "How far a run has come: its next step depends on this, weights, optimizer state and seed."
+    "How far a run has come: its step, epoch and batch, and what log and time limit need."
     step: int = 0         # optimizer steps made
     epoch: int = 0        # epochs completed
     batch: int = 0        # batches used of the current epoch
@@ -120,7 +120,8 @@ def read_weights(
         raise ValueError(f'{path} is not a safetensors file: {error}') from error
     found = {name: tuple(w.shape) for name, w in weights.items()}
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    wrong = sorted(name for name in found | expected if found.get(name) != expected.get(name))
+    names = sorted({*found, *expected})
+    wrong = [name for name in names if found.get(name) != expected.get(name)]
     if wrong:
         name = wrong[0]
         raise ValueError(f'{path} does not fit its config.json in {len(wrong)} tensors: '
@@ -257,18 +258,22 @@ def load_checkpoint(
 ) -> Progress:
     """Restore model, optimizer and moving average in place.
 
-    Raises ValueError that names a damaged file; nothing has changed then.
+    Raises ValueError that names a damaged or unsuitable file; nothing has changed then.
     """
     folder = Path(folder)
     verify_checkpoint(folder)
     progress = load_progress(folder / 'progress.json')
     state = load_state(folder / 'state.pt')
-    if ema is not None and not state['ema']:
+    if ema is not None and not state.get('ema'):
         raise ValueError(f'{folder}/state.pt holds no moving average of the weights')
-    load_weights(model, folder / 'model.safetensors')
-    optimizer.load_state_dict(state['optimizer'])
+    weights = read_weights(folder / 'model.safetensors', model)
+    try:
+        optimizer.load_state_dict(state['optimizer']) # compares all groups before it changes one
+    except ValueError as error:
+        raise ValueError(f'{folder}/state.pt does not fit the optimizer: {error}') from error
     if ema is not None:
         ema.load_state_dict(state['ema'])
+    copy_weights(model, weights)
     return progress
 
 # %% ../nbs/26_checkpoints.ipynb #28-07365f
@@ -327,9 +332,11 @@ def keep_checkpoints(
     for checkpoint in list_checkpoints(out)[:-last]:
         if checkpoint.name not in best_names:
             partial = checkpoint.with_name(checkpoint.name + '.partial') # incomplete from here on
-            shutil.rmtree(checkpoint.rename(partial))
-    for unfinished in Path(out).glob('.' + '[0-9a-f]' * 16 + '.tmp'): # of `atomic_open`
-        unfinished.unlink()
+            checkpoint.rename(partial)
+            shutil.rmtree(partial)
+    for path in Path(out).glob('.*.tmp'):
+        if re.fullmatch(r'\.[0-9a-f]{16}\.tmp', path.name): # a temporary file of `atomic_open`
+            path.unlink()
 
 # %% ../nbs/26_checkpoints.ipynb #37-08d85e
 def best_steps(
@@ -344,6 +351,19 @@ def best_steps(
         if monitor in row and not math.isnan(row[monitor]):
             values[row['step']] = sign * row[monitor]
     return sorted(values, key=lambda step: (values[step], step))[:n]
+
+# %% ../nbs/26_checkpoints.ipynb #39a
+def training_record(folder: str | Path) -> dict:
+    "Return how a model was trained, from its folder or its run's. Raises ValueError if damaged."
+    folder = Path(folder)
+    run = folder.parent.parent
+    for path in (folder / 'training.json', run / 'training.json'):
+        if path.is_file():
+            record = read_json(path)
+            return {key: record[key] for key in ('run', 'versions', 'decoding') if key in record}
+    if (run / 'run.json').is_file():
+        return {'run': read_json(run / 'run.json')}
+    return {}
 
 # %% ../nbs/26_checkpoints.ipynb #40-f2058e
 def average_checkpoints(
@@ -385,18 +405,6 @@ def average_checkpoints(
         atomic_write(partial / 'training.json', to_json(record))
     return out
 
-def training_record(folder: str | Path) -> dict:
-    "Return how a model was trained, from its folder or its run's. Raises ValueError if damaged."
-    folder = Path(folder)
-    run = folder.parent.parent
-    for path in (folder / 'training.json', run / 'training.json'):
-        if path.is_file():
-            record = read_json(path)
-            return {key: record[key] for key in ('run', 'versions', 'decoding') if key in record}
-    if (run / 'run.json').is_file():
-        return {'run': read_json(run / 'run.json')}
-    return {}
-
 def _content(path):
     return path.read_bytes() if path.exists() else None
 
@@ -416,13 +424,14 @@ def read_log(path: str | Path) -> list[dict]:
     return rows
 
 def append_log(path: str | Path, row: dict) -> None:
-    "Add one row to a `log.jsonl`, completely or not at all. Raises OSError."
+    "Add one row to a `log.jsonl`. A failed write is undone. Raises OSError."
     line = (json.dumps(row) + '\n').encode()
     with open(path, 'ab', buffering=0) as file:
         size = file.tell()
         try:
             while line:
-                line = line[file.write(line):]
+                n_written = file.write(line) # without a buffer, a write may be partial
+                line = line[n_written:]
             os.fsync(file.fileno())
         except OSError as error:
             with contextlib.suppress(OSError):

@@ -277,6 +277,18 @@ def test_a_damaged_checkpoint_changes_nothing(tmp_path):
     assert str(optimizer.state_dict()) == before[2]
 
 
+def test_an_optimizer_with_other_groups_changes_nothing(tmp_path):
+    folder = save(tmp_path, 1, seed=1)
+    model, _, ema = trained(seed=2)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adam([{'params': parameters[:3]}, {'params': parameters[3:]}])
+    before = flat(model), flat(ema), str(optimizer.state_dict())
+    with pytest.raises(ValueError, match='state.pt does not fit the optimizer'):
+        load_checkpoint(folder, model, optimizer, ema)
+    assert torch.equal(flat(model), before[0]) and torch.equal(flat(ema), before[1])
+    assert str(optimizer.state_dict()) == before[2]
+
+
 def test_a_state_without_moving_average(tmp_path):
     model, optimizer, ema = trained()
     folder = save_checkpoint(tmp_path, model, optimizer, Progress(1))
