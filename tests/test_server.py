@@ -65,7 +65,8 @@ def test_web_form(client, translator):
     (b'{"q": "a", "target": "fr"}', 400, 'translates en to de'), (b'{"q": "a", "source": 7}', 400, 'translates en'),
     (b'{"q": "a", "format": "html"}', 400, 'format'), (b'{"q": "a", "alternatives": 9}', 400, 'from 0 to 3'),
     (b'{"q": "a", "alternatives": "x"}', 400, 'from 0 to 3'), (b'[' * 100_000, 400, 'neither JSON'),
-    (b'{"q": "a", "alternatives": 1e999}', 400, 'from 0 to 3'), (b'{"q": "a", "alternatives": 1.9}', 400, 'from 0 to 3'),
+    (b'{"q": "a", "alternatives": 1e999}', 400, 'from 0 to 3'),
+    (b'{"q": "a", "alternatives": 1.9}', 400, 'from 0 to 3'),
     (b'{"q": "a", "alternatives": true}', 400, 'from 0 to 3'),
     (b'{"q": "a", "source": "\\ud800"}', 400, 'neither JSON'), (b'{"q": "\\ud800"}', 400, 'neither JSON')])
 def test_bad_request_gets_a_reason(client, body, status, reason):
@@ -238,7 +239,8 @@ def test_full_queue_is_refused():
     assert asyncio.run(run()) == 429
 
 
-@pytest.mark.parametrize('limit', [{'max_batch': 0}, {'timeout': -1.0}, {'timeout': 0.0}, {'port': 70_000}, {'max_bytes': 0},
+@pytest.mark.parametrize('limit', [{'max_batch': 0}, {'timeout': -1.0}, {'timeout': 0.0},
+                                   {'port': 70_000}, {'max_bytes': 0},
                                    {'max_attention': 0}, {'max_sentences': 300, 'max_waiting': 200}])
 def test_limits_out_of_range_are_refused(limit):
     with pytest.raises(ValueError, match=next(iter(limit))):
