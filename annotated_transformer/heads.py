@@ -42,10 +42,11 @@ class Head(NamedTuple):
         "Number of the layer, from 0."
         return int(self.attention.split('.')[2])
 
+# %% ../nbs/43_pruning_heads.ipynb #head008b
 def attention_names(config: TransformerConfig) -> list[str]:
     "Return the names of all attention modules: the encoder's, the decoder's self-attentions, its cross-attentions."
-    places = (('encoder', 'self_attention'), ('decoder', 'self_attention'), ('decoder', 'cross_attention'))
-    return [f'{side}.layers.{i}.{name}' for side, name in places for i in range(config.n_layers)]
+    kinds = (('encoder', 'self_attention'), ('decoder', 'self_attention'), ('decoder', 'cross_attention'))
+    return [f'{side}.layers.{i}.{name}' for side, name in kinds for i in range(config.n_layers)]
 
 def kept_heads(config: TransformerConfig, attention: str) -> list[int]:
     "Return the numbers of the heads that an attention has."
@@ -59,7 +60,7 @@ def heads_of(
     "Return the heads that a model has. Raises ValueError for an unknown kind."
     unknown = sorted(set(kinds) - set(HEAD_KINDS))
     if unknown:
-        raise ValueError(f'{unknown[0]!r} is no kind of head: choose from {", ".join(HEAD_KINDS)}')
+        raise ValueError(f'{unknown[0]!r} is not a kind of head: choose from {", ".join(HEAD_KINDS)}')
     names = attention_names(model.config)
     heads = [Head(name, number) for name in names for number in kept_heads(model.config, name)]
     return [head for head in heads if head.kind in (kinds or HEAD_KINDS)]
@@ -68,7 +69,7 @@ def head_indices(
     model: nn.Module,
     heads: Iterable[Head],
 ) -> dict[str, list[int]]: # for `causal_tests.ablate`
-    "Return the places of heads in their modules. Raises ValueError for a head that the model does not have."
+    "Return the indices of heads in their modules. Raises ValueError for a head that the model does not have."
     heads = set(heads)
     missing = sorted(heads - set(heads_of(model)))
     if missing:
@@ -96,12 +97,13 @@ def leave_one_out(
     measure: Callable[[nn.Module], float],       # returns, for example, the loss or the BLEU of a model
     method: str = 'zero',                        # one of `causal_tests.ABLATIONS`
     outputs: Mapping[str, Tensor] | None = None, # from `causal_tests.head_outputs`; for 'mean' and 'resample'
+    seed: int = 0,                               # of the draws of 'resample'
 ) -> dict[Head, float]:
     "Return how much the measure changes when one head is ablated and all others stay."
     whole = measure(model)
     changes = {}
     for head in heads_of(model):
-        with without_heads(model, [head], method, outputs):
+        with without_heads(model, [head], method, outputs, seed):
             changes[head] = measure(model) - whole
     return changes
 
@@ -126,6 +128,7 @@ def gated_heads(
                 stack.enter_context(edit_heads(model.get_submodule(name), multiply(gate)))
         yield
 
+# %% ../nbs/43_pruning_heads.ipynb #head016b
 def gradient_importance(
     model: nn.Module,         # in eval mode
     batches: Iterable[Batch], # on the model's device
@@ -152,6 +155,7 @@ def gradient_importance(
     return {Head(name, number): value / n_tokens for name in totals
             for number, value in zip(kept_heads(model.config, name), totals[name].tolist())}
 
+# %% ../nbs/43_pruning_heads.ipynb #head016d
 def normalized(importance: Mapping[Head, float]) -> dict[Head, float]:
     "Divide by the root of the sum of squares within each attention (Michel et al., section 4.1)."
     squares = {}
@@ -169,7 +173,8 @@ def rank_correlation(
     values = torch.tensor([[float(x[key]) for key in first] for x in (first, second)], dtype=torch.float64)
     n_smaller = (values[:, :, None] > values[:, None]).double().sum(-1)
     n_equal = (values[:, :, None] == values[:, None]).double().sum(-1)
-    return torch.corrcoef(n_smaller + (n_equal - 1) / 2)[0, 1].item()
+    ranks = n_smaller + (n_equal - 1) / 2 # from 0; equal values share the mean of their ranks
+    return torch.corrcoef(ranks)[0, 1].item()
 
 # %% ../nbs/43_pruning_heads.ipynb #head019
 @dataclass(frozen=True)
@@ -199,9 +204,9 @@ class PrunedAttention(MultiHeadAttention):
     def __init__(
         self,
         whole: MultiHeadAttention, # its weights are copied
-        indices: Sequence[int],    # places of the heads to keep
+        indices: Sequence[int],    # of the heads to keep
     ):
-        nn.Module.__init__(self)
+        nn.Module.__init__(self) # not the parent's, which would create projections for all heads
         self.n_heads = len(indices)
         self.attention_fn = whole.attention_fn
         for name in ('q_proj', 'k_proj', 'v_proj'):
@@ -215,9 +220,8 @@ class PrunedAttention(MultiHeadAttention):
 
 def linear_from(weight: Tensor, bias: Tensor) -> nn.Linear:
     "Return a linear layer with copies of these weights; a size may be 0."
-    layer = nn.Linear(1, 1)
-    layer.in_features = weight.size(1)
-    layer.out_features = weight.size(0)
+    layer = nn.Linear(1, 1) # its weights are replaced: PyTorch warns when it initializes a layer of size 0
+    layer.out_features, layer.in_features = weight.shape
     layer.weight = nn.Parameter(weight.detach().clone())
     layer.bias = nn.Parameter(bias.detach().clone())
     return layer
@@ -254,6 +258,7 @@ class PrunedTransformer(Transformer):
             maps[Head(name, 0).kind].append(whole)
         return tuple(torch.stack(maps[kind]).float() for kind in HEAD_KINDS)
 
+# %% ../nbs/43_pruning_heads.ipynb #head023b
 def prune_heads(
     model: nn.Module,      # a Transformer or a PrunedTransformer
     heads: Iterable[Head], # to remove
@@ -267,9 +272,9 @@ def prune_heads(
     removed = head_indices(model, heads)
     smaller = copy.deepcopy(model)
     kept = dict(getattr(model.config, 'kept_heads', {}))
-    for name, places in removed.items():
+    for name, indices in removed.items():
         numbers = kept_heads(model.config, name)
-        stay = [i for i in range(len(numbers)) if i not in places]
+        stay = [i for i in range(len(numbers)) if i not in indices]
         kept[name] = [numbers[i] for i in stay]
         smaller.set_submodule(name, PrunedAttention(smaller.get_submodule(name), stay))
     pruned = PrunedTransformer(PrunedConfig(**asdict(model.config) | {'kept_heads': kept}))
@@ -344,21 +349,24 @@ def close_gates(
     "Return a copy without the heads whose gate is 0; other gates are multiplied into the output projections."
     model = copy.deepcopy(model)
     for name, gates in gates_by_attention(model, heads, values).items():
-        model.get_submodule(name).out_proj.weight.unflatten(1, (len(gates), -1)).mul_(gates[:, None])
+        out_proj = model.get_submodule(name).out_proj
+        d_v = out_proj.in_features // len(gates)
+        out_proj.weight *= gates.repeat_interleave(d_v) # d_v columns for each head
     return prune_heads(model, [head for head, value in zip(heads, values.tolist()) if value == 0])
 
+# %% ../nbs/43_pruning_heads.ipynb #head035b
 def tune_gates(
     model: nn.Module,
     batches: Iterable[Batch],     # one for each step
     heads: Sequence[Head],        # that may be closed; none: train without gates
-    price: float,                 # of an open head, in nats per target token
+    penalty: float,               # for each open head, in nats per target token
     lr: float = 5e-4,             # learning rate of the weights
     gate_lr: float = 0.1,         # learning rate of the gates: they must close within a few dozen steps
     label_smoothing: float = 0.1,
     max_grad_norm: float = 1.0,
     seed: int = 1,                # of the gates and of dropout
 ) -> PrunedTransformer: # in eval mode
-    "Train a copy with a gate on each head and a price for each open one (Voita et al., 2019, section 6.1)."
+    "Train a copy with a gate on each head and a penalty for each open one (Voita et al., 2019, section 6.1)."
     model = copy.deepcopy(model).train()
     gates = HardConcrete(len(heads)).to(next(model.parameters()).device)
     optimizer = torch.optim.Adam([{'params': model.parameters(), 'lr': lr},
@@ -369,7 +377,7 @@ def tune_gates(
         with gated_heads(model, drawn):
             loss = batch_loss(model, batch, label_smoothing)
         optimizer.zero_grad()
-        (loss + price * gates.open_probability().sum()).backward()
+        (loss + penalty * gates.open_probability().sum()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         optimizer.step()
     return close_gates(model.eval(), heads, gates.final())

@@ -2,15 +2,22 @@
 """Remove heads of the shipped toy model in several orders, and train gates with several seeds:
 results/head-orders.json, which the page on pruning heads plots.
 
-    python benchmarks/head_orders.py        # about six minutes of one core
+    python benchmarks/head_orders.py        # about ten minutes of one core
 
 `orders`: for each order and number of removed heads, which test sentences are still translated exactly right
 (a string of 0 and 1). Importance is measured on training sentences; the random orders differ by their seed.
-`gates`: for each seed and price, the share of exact translations with learned gates, and with as many heads chosen
-by gradient and trained for as many steps on the same batches.
+`gates`: for each seed and penalty for an open head, the share of exact translations
+
+- `learned`: of the model that was trained with gates,
+- `by_gates_trained`: with the heads that the gates left open, but trained from the original weights, without gates,
+- `by_gradient_trained`, `random_trained`: the same with as many heads, chosen by gradient or at random,
+- `by_gradient`: with the heads chosen by gradient, without training.
+
+All training takes the same number of steps on the same batches.
 """
 import argparse
 import random
+import statistics
 import time
 from pathlib import Path
 
@@ -39,23 +46,55 @@ def batches(translator: Translator, n: int, max_tokens: int, **options) -> list:
     ids = encode_pairs(pairs, translator.tokenizer, translator.tokenizer.langs)
     return list(BatchLoader(ids, max_tokens, **options).epoch(0))
 
+def shuffled(heads: list, seed: int) -> list:
+    order = list(heads)
+    random.Random(seed).shuffle(order)
+    return order
+
+def measure_gates(translator, args) -> list[dict]:
+    "Return a row for each seed and penalty."
+    model = translator.model
+    heads = heads_of(model)
+    importance = gradient_importance(model, batches(translator, args.pairs, 2048, shuffle=False))
+    by_gradient = sorted(heads, key=importance.get)
+    pairs = toy_ende('test', n=args.sentences)
+    rows = []
+    for seed in range(1, args.seeds + 1):
+        steps = batches(translator, 20_000, args.max_tokens, seed=seed)[:args.steps]
+        for penalty in args.penalties:
+            learned = tune_gates(model, steps, heads, penalty, seed=seed)
+            kept = heads_of(learned)
+            n_removed = len(heads) - len(kept)
+            removed = {'by_gates': [head for head in heads if head not in kept], 'by_gradient': by_gradient[:n_removed],
+                       'random': shuffled(heads, seed)[:n_removed]}
+            row = {'seed': seed, 'penalty': penalty, 'kept': len(kept),
+                   'learned': share(exact(translator, learned, pairs))}
+            for name, chosen in removed.items():
+                trained = tune_gates(prune_heads(model, chosen), steps, [], 0.0, seed=seed)
+                row[f'{name}_trained'] = share(exact(translator, trained, pairs))
+            row['by_gradient'] = share(exact(translator, prune_heads(model, removed['by_gradient']), pairs))
+            print(row, flush=True)
+            rows.append(row | {'kept_heads': learned.config.kept_heads})
+    return rows
+
 def measure_orders(translator, args) -> dict:
     "Return {order: {heads removed: bits}}."
     model = translator.model
     heads = heads_of(model)
     some = batches(translator, args.pairs, 2048, shuffle=False)
     outputs = head_outputs(model, some)
+    def loss(model):
+        return validate(model, some)
     gradient = gradient_importance(model, some)
-    def by(importance):
-        return sorted(heads, key=importance.get)
-    orders = {'gradient': by(gradient), 'gradient, normalized': by(normalized(gradient)),
-              'gradient, largest first': by(gradient)[::-1]}
-    for method in ('zero', 'resample'):
-        orders[f'{method} ablation'] = by(leave_one_out(model, lambda m: validate(m, some), method, outputs))
+    draws = [leave_one_out(model, loss, 'resample', outputs, seed) for seed in range(args.draws)]
+    resample = {head: statistics.mean(draw[head] for draw in draws) for head in heads}
+    orders = {'gradient': sorted(heads, key=gradient.get),
+              'gradient, normalized': sorted(heads, key=normalized(gradient).get),
+              'gradient, largest first': sorted(heads, key=gradient.get, reverse=True),
+              'zero ablation': sorted(heads, key=leave_one_out(model, loss).get),
+              'resample ablation': sorted(heads, key=resample.get)}
     for seed in range(args.random):
-        order = list(heads)
-        random.Random(seed).shuffle(order)
-        orders[f'random {seed}'] = order
+        orders[f'random {seed}'] = shuffled(heads, seed)
     pairs = toy_ende('test', n=args.sentences)
     found = {}
     for name, order in orders.items():
@@ -63,38 +102,17 @@ def measure_orders(translator, args) -> dict:
         print(name, {n: share(bits) for n, bits in found[name].items()}, flush=True)
     return found
 
-def measure_gates(translator, args) -> list[dict]:
-    "Return a row for each seed and price."
-    model = translator.model
-    heads = heads_of(model)
-    importance = gradient_importance(model, batches(translator, args.pairs, 2048, shuffle=False))
-    order = sorted(heads, key=importance.get)
-    pairs = toy_ende('test', n=args.sentences)
-    rows = []
-    for seed in range(1, args.seeds + 1):
-        steps = batches(translator, 20_000, args.max_tokens, seed=seed)[:args.steps]
-        for price in args.prices:
-            learned = tune_gates(model, steps, heads, price, seed=seed)
-            kept = len(heads_of(learned))
-            chosen = prune_heads(model, order[:len(heads) - kept])
-            trained = tune_gates(chosen, steps, [], 0.0, seed=seed)
-            row = {'seed': seed, 'price': price, 'kept': kept, 'learned': share(exact(translator, learned, pairs)),
-                   'by_gradient': share(exact(translator, chosen, pairs)),
-                   'by_gradient_trained': share(exact(translator, trained, pairs))}
-            print(row, flush=True)
-            rows.append(row | {'kept_heads': learned.config.kept_heads})
-    return rows
-
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--sentences', type=int, default=300, help='of test (300)')
     parser.add_argument('--pairs', type=int, default=300, help='of train, to measure importance (300)')
+    parser.add_argument('--draws', type=int, default=5, help='seeds of resample ablation, averaged (5)')
     parser.add_argument('--random', type=int, default=20, help='random orders (20)')
-    parser.add_argument('--removed', type=int, nargs='+', default=[0, 2, 4, 6, 8, 10, 12, 16, 20],
-                        help='numbers of removed heads')
+    parser.add_argument('--removed', type=int, nargs='+', default=list(range(0, 21, 2)),
+                        help='numbers of removed heads (0 2 4 … 20)')
     parser.add_argument('--seeds', type=int, default=8, help='of the training with gates (8)')
-    parser.add_argument('--prices', type=float, nargs='+', default=[0.03, 0.07, 0.15],
-                        help='of an open head, in nats per target token')
+    parser.add_argument('--penalties', type=float, nargs='+', default=[0.03, 0.07, 0.15],
+                        help='for each open head, in nats per target token')
     parser.add_argument('--steps', type=int, default=60, help='of training (60)')
     parser.add_argument('--max-tokens', type=int, default=512, help='of a training batch (512)')
     parser.add_argument('--out', type=Path, default=RESULTS / 'head-orders.json')
@@ -106,8 +124,8 @@ def main():
     start = time.process_time()
     translator = Translator.load(device='cpu')
     settings = {name: value for name, value in vars(args).items() if name != 'out'}
-    record = about() | {'name': 'head-orders', 'settings': settings, 'orders': measure_orders(translator, args),
-                        'gates': measure_gates(translator, args)}
+    record = about() | {'name': 'head-orders', 'settings': settings, 'gates': measure_gates(translator, args),
+                        'orders': measure_orders(translator, args)}
     record['cpu_seconds'] = round(time.process_time() - start)
     atomic_write(args.out, to_json(record))
 
