@@ -76,22 +76,22 @@ CTRANSLATE2_NAMES = { # parts of a layer of CTranslate2: our parts, stacked
 # %% ../nbs/33_other_implementations.ipynb #int010
 def require(
     config,                # of the model
-    program: str,          # name of the other implementation
+    library: str,          # name of the other implementation
     kinds: Sequence[str],  # kinds of models that it can represent
     **allowed: tuple,      # values of a field that it can represent
 ) -> None:
     "Raise ValueError that names a setting which another implementation cannot represent."
     kind = kind_of(config)
     if kind not in kinds:
-        raise ValueError(f'kind={kind!r}: {program} can only represent the kinds {", ".join(kinds)}')
+        raise ValueError(f'kind={kind!r}: {library} can only represent the kinds {", ".join(kinds)}')
     for name, values in allowed.items():
         value = getattr(config, name)
         if value not in values:
-            raise ValueError(f'{name}={value!r}: {program} can only represent {", ".join(map(repr, values))}')
+            raise ValueError(f'{name}={value!r}: {library} can only represent {", ".join(map(repr, values))}')
     for name in ('d_k', 'd_v'):
         size = getattr(config, name)
         if size is not None and size * config.n_heads != config.d_model:
-            raise ValueError(f'{name}={size}: {program} splits d_model={config.d_model} evenly among '
+            raise ValueError(f'{name}={size}: {library} splits d_model={config.d_model} evenly among '
                              f'{config.n_heads} heads')
 
 def check_new(folder: str | Path) -> Path:
@@ -146,7 +146,7 @@ def to_torch_transformer(
         custom_encoder=nn.TransformerEncoder(nn.TransformerEncoderLayer(**settings), c.n_layers, norms[0],
                                              enable_nested_tensor=False),
         custom_decoder=nn.TransformerDecoder(nn.TransformerDecoderLayer(**settings), c.n_layers, norms[1]))
-    module = module.to(model.lm_head.weight)
+    module = module.to(model.lm_head.weight) # its device and dtype
     for ours, theirs in [(model.encoder, module.encoder), (model.decoder, module.decoder)]:
         for tensors, stacked in torch_pairs(ours, theirs):
             stacked.copy_(torch.cat(tensors))
@@ -191,20 +191,28 @@ def from_torch_transformer(
     return model.train(module.training)
 
 # %% ../nbs/33_other_implementations.ipynb #int016
-OTHER_SEARCH = {'do_sample': False, 'repetition_penalty': 1.0, 'num_beam_groups': 1, 'diversity_penalty': 0.0,
-                'encoder_no_repeat_ngram_size': 0} # of transformers, with the only values that our search has
+OTHER_SEARCH = { # settings of transformers: the default, and the values that our search can represent
+    'do_sample': (False, [False]), 'repetition_penalty': (1.0, [1.0]), 'num_beam_groups': (1, [1]),
+    'diversity_penalty': (0.0, [0.0]), 'encoder_no_repeat_ngram_size': (0, [0]),
+    'early_stopping': (False, [True, 'never']), 'renormalize_logits': (False, [True]),
+}
 
 def read_generation(path: Path, config: dict) -> tuple[dict, tuple[int, ...]]: # decoding settings, forbidden ids
     "Translate transformers' search settings. Raises ValueError that names the file; warns of settings it cannot keep."
     found = config | read_json(path, default={}) # older folders keep them in config.json
     found = {name: value for name, value in found.items() if value is not None}
-    for name, value in OTHER_SEARCH.items():
-        if found.get(name, value) != value:
-            warnings.warn(f'{path}: {name}={found[name]!r} is ignored: our beam search does not have it')
+    if found.get('num_beams', 1) == 1:
+        found['early_stopping'] = 'never' # greedy search ignores it
+    for name, (default, values) in OTHER_SEARCH.items():
+        value = found.get(name, default)
+        if value not in values:
+            warnings.warn(f'{path}: {name}={value!r} is not kept: our search has {" or ".join(map(repr, values))}')
+    if found.get('max_length', 20) < found.get('max_position_embeddings', 0): # 20: their default
+        warnings.warn(f'{path}: max_length is not kept: we limit the tokens beyond the source, max_extra_tokens')
     words = found.get('bad_words_ids', [])
     if any(len(ids) != 1 for ids in words):
         raise ValueError(f'{path}: bad_words_ids may only hold single tokens, not {words}')
-    min_length = found.get('min_new_tokens') or max(0, found.get('min_length', 0) - 1) # the latter counts BOS
+    min_length = found.get('min_new_tokens', max(0, found.get('min_length', 0) - 1)) # the latter counts BOS
     decoding = {
         'beam_size': found.get('num_beams', 1), 'length_penalty': float(found.get('length_penalty', 1.0)),
         'length_penalty_offset': 0.0, 'min_length': min_length,
@@ -365,10 +373,7 @@ def export_ctranslate2(
 
 # %% ../nbs/33_other_implementations.ipynb #int027
 class CTranslate2Translator:
-    """Translate text with a folder that `export_ctranslate2` wrote.
-
-    Raises ImportError without CTranslate2, FileNotFoundError or ValueError that names what is missing or damaged.
-    """
+    "Translate text with a folder of `export_ctranslate2`. Raises ImportError, FileNotFoundError or ValueError."
     def __init__(
         self,
         folder: str | Path,
@@ -404,13 +409,13 @@ class CTranslate2Translator:
         best = []
         for tokens, limit, hypotheses in zip(sources, limits, found):
             if any(len(hypothesis) > limit for hypothesis, _ in hypotheses):
-                hypotheses = self.hypotheses([tokens], limit, config)[0] # a longer sentence had raised the limit
+                hypotheses = self.hypotheses([tokens], limit, config)[0] # alone, with its own limit
             best.append(best_hypothesis(hypotheses, config))
         return best
 
     def hypotheses(self, sources, max_length: int, config: DecodingConfig) -> list[list[tuple[list[str], float]]]:
         "Return hypotheses of each sentence, EOS included, and their log-probabilities divided by their lengths."
-        patience = config.patience or 1.0
+        patience = 1.0 if config.patience is None else config.patience
         found = self.translator.translate_batch(
             [list(tokens) for tokens in sources], beam_size=config.beam_size, patience=patience, length_penalty=1.0,
             num_hypotheses=max(1, min(config.beam_size, round(patience * config.beam_size))),

@@ -2,6 +2,7 @@
 import json
 import shutil
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -155,13 +156,28 @@ def test_search_settings_come_along(tmp_path, name, theirs, ours):
 def test_search_settings_that_we_do_not_have(tmp_path):
     path = tmp_path / 'generation_config.json'
     path.write_text('{"repetition_penalty": 1.3, "bad_words_ids": [[7], [9]]}')
-    with pytest.warns(UserWarning, match='repetition_penalty=1.3 is ignored'):
+    with pytest.warns(UserWarning, match='repetition_penalty=1.3 is not kept'):
         assert interop.read_generation(path, {})[1] == (7, 9)
     for fields, message in [({'bad_words_ids': [[7, 8]]}, 'may only hold single tokens'), ({'num_beams': 0}, 'beam_size=0'),
                             ({'length_penalty': -1.0}, 'length_penalty=-1.0')]:
         path.write_text(json.dumps(fields))
         with pytest.raises(ValueError, match=f'generation_config.json: .*{message}'):
             interop.read_generation(path, {})
+
+
+@pytest.mark.parametrize('fields, message', [
+    ({}, None), ({'early_stopping': False}, "early_stopping=False is not kept: our search has True or 'never'"),
+    ({'early_stopping': False, 'num_beams': 1}, None),
+    ({'renormalize_logits': False}, 'renormalize_logits=False is not kept'),
+    ({'max_length': 60}, 'max_length is not kept')],
+    ids=str)
+def test_settings_that_may_change_tokens_give_a_warning(tmp_path, fields, message):
+    kept = {'num_beams': 4, 'early_stopping': 'never', 'renormalize_logits': True, 'max_length': 64}
+    (tmp_path / 'generation_config.json').write_text(json.dumps(kept | fields))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        interop.read_generation(tmp_path / 'generation_config.json', {'max_position_embeddings': 64})
+    assert [message in str(warning.message) for warning in caught] == ([True] if message else [])
 
 
 # --- Marian out
