@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Compare the Transformer with LSTMs with attention that have as many parameters, on the same batches.
 
-
     python benchmarks/recurrent.py # toy EN-DE: rates, training, decoding; about 20 minutes of one core
     python benchmarks/recurrent.py --corpus multi30k --data-dir ../shared/data/multi30k --minutes 8
     python benchmarks/recurrent.py --corpus multi30k --data-dir ../shared/data/multi30k \
-        --only 'LSTM, dot' --rate 0.008 --minutes 2 --slice 30
+        --only 'LSTM, general' --rate 0.008 --minutes 2 --slice 30
+    python benchmarks/recurrent.py --seeds 2 3 4 5 6 --minutes 0.6 # two models, several seeds: 7 minutes of one core
     python benchmarks/recurrent.py --minutes 0.1 --sweep-steps 20 --sentences 20 --out /tmp/recurrent.json
 
 Each model's time is the processor time of its optimizer steps, with one thread, without validation and decoding. The
@@ -60,7 +60,7 @@ class Task:
         self.training = replace(run.training, warmup_steps=WARMUP, seed=SEED)
         transformer = replace(model, vocab_size=len(self.tokenizer))
         self.models = {'Transformer': transformer} | {
-            f'LSTM, {attention}': self.equal(transformer, attention) for attention in ('additive', 'dot')}
+            f'LSTM, {attention}': self.equal(transformer, attention) for attention in ('additive', 'general')}
         self.train, val = (encode_pairs(self.corpus[s], self.tokenizer, self.corpus.langs, transformer.max_len)
                            for s in ('train', 'val'))
         self.val = list(BatchLoader(val, 4000, shuffle=False).epoch(0))
@@ -75,12 +75,12 @@ class Task:
 
 class Learner:
     "One model in training."
-    def __init__(self, task, config, rate):
-        torch.manual_seed(SEED)
-        self.task, self.rate, self.model = task, rate, accelerate(build_model(config))
+    def __init__(self, task, config, rate, seed=SEED):
+        torch.manual_seed(seed)
+        self.task, self.rate, self.seed, self.model = task, rate, seed, accelerate(build_model(config))
         self.step, self.tokens, self.seconds = 0, 0, 0.
         self.optimizer, self.objective = make_optimizer(self.model), LossModule(self.model, task.training)
-        self.loader = BatchLoader(task.train, task.training.max_tokens, SEED)
+        self.loader = BatchLoader(task.train, task.training.max_tokens, seed)
         self.batches, self.curve = self.all_batches(), []
 
     def all_batches(self):
@@ -92,7 +92,7 @@ class Learner:
     def update(self):
         "Train on one more batch."
         c, batch, began = self.task.training, next(self.batches), time.process_time()
-        seed_step(SEED, self.step + 1)
+        seed_step(self.seed, self.step + 1)
         train_step(self.objective, [batch], self.optimizer,
                    learning_rate(self.step + 1, self.rate, c.warmup_steps), c.max_grad_norm)
         self.step, self.tokens, self.seconds = (
@@ -170,6 +170,26 @@ def try_rate(task, args):
     held = join(args.out)[args.corpus]
     join(args.out, **{args.corpus: held | dict(other_rates=held.get('other_rates', []) + [found])})
 
+def compare_seeds(task, args):
+    "Train the Transformer and the additive LSTM with each seed for the same time; add losses and BLEU to the record."
+    found = join(args.out).get('seeds', {'minutes': args.minutes, 'runs': []})
+    rates = {name: float(min(losses, key=losses.get)) for name, losses in join(args.out)['sweep']['val_loss'].items()}
+    for seed in args.seeds:
+        for name in ('Transformer', 'LSTM, additive'):
+            if any(run['seed'] == seed and run['model'] == name for run in found['runs']):
+                continue
+            learner = Learner(task, task.models[name], rates[family(name)], seed)
+            run = {'seed': seed, 'model': name, 'val_loss': round(learner.learn(60 * args.minutes), 4),
+                   'step': learner.step, 'tokens': learner.tokens}
+            translator = Translator(learner.model.eval(), task.tokenizer)
+            for split in TESTS['toy-ende']:
+                pairs = task.corpus[split][:args.sentences or 300]
+                translations = translator.translate([src for src, _ in pairs], beam_size=1)
+                run[split] = round(score(translations, [tgt for _, tgt in pairs]).bleu, 2)
+            found['runs'].append(run)
+            join(args.out, seeds=about() | found)
+            print(run, flush=True)
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--corpus', choices=list(TESTS), default='toy-ende')
@@ -180,6 +200,7 @@ def main():
     parser.add_argument('--sweep-steps', type=int, default=200,
                         help='updates for each learning rate that is tried (200)')
     parser.add_argument('--sentences', type=int, help='of each test split to translate; all unless given')
+    parser.add_argument('--seeds', type=int, nargs='+', help='train two models with each of these seeds (toy EN-DE)')
     parser.add_argument('--only', help='one model, to learn alone at --rate and not be scored: was the rate to blame?')
     parser.add_argument('--rate', type=float, help='its highest rate')
     parser.add_argument('--out', type=Path, default=RESULTS / 'recurrent.json',
@@ -188,6 +209,7 @@ def main():
     torch.set_num_threads(1)
     task, decoded = Task(args.corpus, args.data_dir), {}
     if args.only: return try_rate(task, args)
+    if args.seeds: return compare_seeds(task, args)
     if args.corpus == 'toy-ende': sweep(task, args.sweep_steps, args.out)
     if 'sweep' not in (record := join(args.out)): parser.error('the rates are found on toy EN-DE: run that first')
     rates = {name: float(min(losses, key=losses.get)) for name, losses in record['sweep']['val_loss'].items()}

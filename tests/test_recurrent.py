@@ -17,7 +17,7 @@ from annotated_transformer.training import make_optimizer, train_step
 from annotated_transformer.transformer import Transformer, TransformerConfig, count_parameters
 from annotated_transformer.vocabulary import BOS, EOS, PAD
 
-KINDS = ['additive', 'dot']
+KINDS = ['additive', 'general']
 SIZES = {'vocab_size': 30, 'n_layers': 2, 'd_model': 16, 'max_len': 40}
 CHECKS = ['future', 'prefix', 'source padding', 'source order', 'past']
 
@@ -69,7 +69,7 @@ def test_alignment_logits_follow_their_equations(attention):
         for i in range(3):
             for j in range(5):
                 key = model.k_proj.weight @ encoder_output[s, j]
-                if attention == 'dot':
+                if attention == 'general':
                     expected = query[s, i] @ key
                 else:
                     expected = model.score.weight[0] @ (model.q_proj(query[s, i]) + key).tanh()
