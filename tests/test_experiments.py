@@ -155,7 +155,7 @@ def test_claims_are_decided_together(decisions):
 def test_table_of_decisions(decisions):
     header, rule, clear, noise, same = decision_table(decisions).splitlines()
     assert 'difference, 98.3 % interval' in header
-    assert clear.startswith('| clear | higher | +2.35 (+2.07 to +2.63) |')
+    assert clear.startswith('| clear | higher | +2.35 (+2.08 to +2.62) |')
     assert clear.endswith('| 8 | **confirmed** |')
     assert '| equal (± 0.5) |' in same
     assert {line.count('|') for line in (header, rule, clear, noise, same)} == {7}
