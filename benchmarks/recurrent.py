@@ -5,7 +5,8 @@
     python benchmarks/recurrent.py --corpus multi30k --data-dir ../shared/data/multi30k --minutes 8
     python benchmarks/recurrent.py --corpus multi30k --data-dir ../shared/data/multi30k \
         --only 'LSTM, general' --rate 0.008 --minutes 2 --slice 30
-    python benchmarks/recurrent.py --seeds 2 3 4 5 6 --minutes 0.6 # two models, several seeds: 7 minutes of one core
+    python benchmarks/recurrent.py --seeds 2 3 4 5 6 --minutes 0.6  # two models, several seeds: 7 minutes of one core
+    python benchmarks/recurrent.py --seeds 7 8 9 10 11 --minutes 1.2
     python benchmarks/recurrent.py --minutes 0.1 --sweep-steps 20 --sentences 20 --out /tmp/recurrent.json
 
 Each model's time is the processor time of its optimizer steps, with one thread, without validation and decoding. The
@@ -172,14 +173,16 @@ def try_rate(task, args):
 
 def compare_seeds(task, args):
     "Train the Transformer and the additive LSTM with each seed for the same time; add losses and BLEU to the record."
-    found = join(args.out).get('seeds', {'minutes': args.minutes, 'runs': []})
+    found = join(args.out).get('seeds', {'runs': []})
+    keys = ('model', 'seed', 'minutes')
     rates = {name: float(min(losses, key=losses.get)) for name, losses in join(args.out)['sweep']['val_loss'].items()}
     for seed in args.seeds:
         for name in ('Transformer', 'LSTM, additive'):
-            if any(run['seed'] == seed and run['model'] == name for run in found['runs']):
+            if [name, seed, args.minutes] in [[run[key] for key in keys] for run in found['runs']]:
                 continue
             learner = Learner(task, task.models[name], rates[family(name)], seed)
-            run = {'seed': seed, 'model': name, 'val_loss': round(learner.learn(60 * args.minutes), 4),
+            loss = learner.learn(60 * args.minutes)
+            run = {'seed': seed, 'model': name, 'minutes': args.minutes, 'val_loss': round(loss, 4),
                    'step': learner.step, 'tokens': learner.tokens}
             translator = Translator(learner.model.eval(), task.tokenizer)
             for split in TESTS['toy-ende']:
@@ -187,7 +190,7 @@ def compare_seeds(task, args):
                 translations = translator.translate([src for src, _ in pairs], beam_size=1)
                 run[split] = round(score(translations, [tgt for _, tgt in pairs]).bleu, 2)
             found['runs'].append(run)
-            join(args.out, seeds=about() | found)
+            join(args.out, seeds=found | about())
             print(run, flush=True)
 
 def main():
