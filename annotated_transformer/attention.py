@@ -43,7 +43,7 @@ def attention(
 
 # %% ../nbs/01_attention.ipynb #attn029
 class MultiHeadAttention(nn.Module):
-    "Multi-head attention (section 3.2.2). ValueError if `d_k` or `d_v` is left out and `n_heads` does not divide `d_model`."
+    "Multi-head attention (section 3.2.2). Raises ValueError for sizes that do not divide evenly."
     def __init__(
         self,
         d_model: int,           # features of inputs and outputs

@@ -68,7 +68,7 @@ class AttentionMaps:
 
 @torch.no_grad()
 def attention_maps(
-    model: nn.Module,        # in eval mode; another architecture has a method of this name
+    model: nn.Module,        # in eval mode; other designs have their own method `attention_maps`
     src: Int[Tensor, "1 n"], # source ids with EOS
     tgt: Int[Tensor, "1 m"], # target ids from BOS on
 ) -> tuple[Float[Tensor, "layers heads n n"] | None, Float[Tensor, "layers heads m m"] | None,
@@ -93,7 +93,8 @@ def word_indices(
     texts = ['' if token in ('<bos>', '<eos>') else token.strip('▁￭') for token in tokens]
     if ''.join(texts) != ''.join(words):
         raise ValueError(f'the tokens spell {"".join(texts)!r}, the words {"".join(words)!r}')
-    word_of_character = [index for index, word in enumerate(words) for _ in word] + [-1]
+    word_of_character = [index for index, word in enumerate(words) for _ in word]
+    word_of_character.append(-1) # for a token after the last word
     indices = []
     start = 0
     for token, text in zip(tokens, texts):
@@ -109,6 +110,7 @@ def word_maps(
     key_words: Sequence[int],             # the same for each key
 ) -> Float[Tensor, "*heads query_words key_words"]:
     "Return maps of words: the mean over a word's queries of the sum over a word's keys."
+    # one row per word, with ones at its tokens; + 1 and [1:] drop tokens that belong to no word
     queries = nn.functional.one_hot(torch.tensor(query_words) + 1).T[1:].float() # (words, tokens)
     keys = nn.functional.one_hot(torch.tensor(key_words) + 1).T[1:].float()
     return queries / queries.sum(1, keepdim=True) @ weights @ keys.T
@@ -135,7 +137,7 @@ def alignment_error_rate(
 def head_statistics(
     maps: Sequence[Float[Tensor, "layers heads _ _"]], # self-attention, one tensor per sentence
 ) -> dict[str, Float[Tensor, "layers heads"]]:
-    "Return means over all queries: the entropy in nats, and weights on certain keys."
+    "Return means over all queries that have such a key: entropy in nats, and weights."
     measures = {
         'entropy': lambda w: -(w * w.clamp(min=1e-12).log()).sum(-1),
         'same': lambda w: w.diagonal(0, -2, -1),

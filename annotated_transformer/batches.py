@@ -51,7 +51,7 @@ def pad_rows(
     complete = [[*before, *row, *after] for row in rows]
     n = max((len(row) for row in complete), default=0)
     padded = [row + [PAD] * (n - len(row)) for row in complete]
-    return torch.tensor(padded, dtype=torch.long).reshape(len(rows), n)
+    return torch.tensor(padded, dtype=torch.long).reshape(len(rows), n) # also without rows: (0, 0)
 
 # %% ../nbs/06_data.ipynb #bat021
 @dataclass
@@ -93,7 +93,7 @@ def collate(
 # %% ../nbs/06_data.ipynb #bat028
 def token_batches(
     lengths: Sequence[tuple[int, int]], # of source and target, special tokens included
-    max_tokens: int,      # limit for the tokens of a batch on either side, padding included
+    max_tokens: int,      # limit for the tokens of a batch on each side, padding included
     seed: int = 0,        # with `epoch`, decides how pairs are shuffled
     epoch: int = 0,       # each epoch is shuffled differently
     shuffle: bool = True, # False: shortest pairs first, the same in every epoch
@@ -114,7 +114,7 @@ def token_batches(
     order.sort(key=lambda i: longer[i]) # pairs of equal length stay shuffled
     batches = []
     for i in order:
-        if batches and longer[i] * (len(batches[-1]) + 1) <= max_tokens: # sorted: i is the longest
+        if batches and longer[i] * (len(batches[-1]) + 1) <= max_tokens: # i is the longest
             batches[-1].append(i)
         else:
             batches.append([i])
@@ -131,7 +131,7 @@ class BatchLoader:
     def __init__(
         self,
         pairs: Sequence[Pair],
-        max_tokens: int,      # limit for the tokens of a batch on either side, padding included
+        max_tokens: int,      # limit for the tokens of a batch on each side, padding included
         seed: int = 0,        # decides how pairs are shuffled
         shuffle: bool = True, # False: shortest pairs first, the same in every epoch
     ):
@@ -139,8 +139,8 @@ class BatchLoader:
         self.max_tokens = max_tokens
         self.seed = seed
         self.shuffle = shuffle
-        self.lengths = [(len(src) + 1, len(tgt) + 1) for src, tgt in pairs]
-        self.n_batches = len(token_batches(self.lengths, max_tokens)) # the same in every epoch
+        self.lengths = [(len(src) + 1, len(tgt) + 1) for src, tgt in pairs]    # with EOS; with BOS
+        self.n_batches = len(token_batches(self.lengths, max_tokens)) # does not depend on the epoch
 
     def __len__(self) -> int:
         return self.n_batches

@@ -42,7 +42,7 @@ def generate(
     choose: Callable[[Tensor], Tensor], # log-probabilities (batch, vocab_size) to tokens (batch)
     max_extra_tokens: int,       # a translation has at most this many tokens more than its source
 ) -> list[list[int]]: # ids of each translation, without BOS and EOS
-    "Translate token by token, until each sentence has EOS or its maximum length. Needs `no_grad`."
+    "Translate token by token, to EOS or the maximum length. Call it under `no_grad`."
     encoder_output = model.encode(src)
     src_mask = padding_mask(src, PAD)
     limits = ((src != PAD).sum(1) + max_extra_tokens).clamp(max=model.config.max_len)
@@ -87,8 +87,8 @@ def normalized_score(
     length_penalty_offset: float = 5.0, # 5 in Wu et al. (2016); 0 in most other libraries
 ) -> float:
     "Divide a log-probability by the length penalty of Wu et al. (2016), equation 14."
-    penalty = ((length_penalty_offset + length) / (length_penalty_offset + 1)) ** length_penalty
-    return log_prob / penalty
+    lp = ((length_penalty_offset + length) / (length_penalty_offset + 1)) ** length_penalty
+    return log_prob / lp
 
 @dataclass(frozen=True)
 class Hypothesis:

@@ -32,7 +32,7 @@ def check_length(n: int, max_len: int) -> None:
                          'shorten the input, or build a model with a larger max_len')
 
 class SinusoidalPositions(nn.Module):
-    "Add PE(pos) of section 3.5 to the vector at position pos. The table is neither trained nor saved."
+    "Add PE(pos) of section 3.5 to the vector at position pos. Neither trained nor saved."
     def __init__(
         self,
         d_model: int, # features of a token

@@ -24,7 +24,7 @@ from sacrebleu.metrics import BLEU
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.files import atomic_write
 from annotated_transformer.parallel_text import stream_lines
-from annotated_transformer.scoring import lowercased_tokenized
+from annotated_transformer.score_report import lowercased_tokenized
 
 # {beginning of the flags: split} of the tokenized text
 SPLITS = {'': 'train', 'val-': 'val', 'test-': 'test_2016_flickr'}

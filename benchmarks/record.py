@@ -23,8 +23,8 @@ from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.files import atomic_write, checksum
 from annotated_transformer.large_corpora import available_cores
 from annotated_transformer.recipe import evaluate, versions
-from annotated_transformer.score_report import report
-from annotated_transformer.scoring import bleu_interval, tokenized_bleu
+from annotated_transformer.score_report import report, tokenized_bleu
+from annotated_transformer.scoring import bleu_interval
 from annotated_transformer.transformer import count_parameters
 from annotated_transformer.translator import Translator
 

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from annotated_transformer import score_report
-from annotated_transformer.score_report import describe, phenomenon_scores, plot_report, report, save_plot
-from annotated_transformer.scoring import lowercased_tokenized, score, tokenized_bleu
+from annotated_transformer.score_report import (describe, lowercased_tokenized, phenomenon_scores, plot_report, report,
+                                                save_plot, tokenized_bleu)
+from annotated_transformer.scoring import score
 from annotated_transformer.toy_languages import toy_ende
 
 REFERENCES = [f'Der {noun} {verb} heute, und {pronoun} nicht .'
