@@ -1,34 +1,41 @@
 #!/usr/bin/env python3
-"""Score a trained model on some splits of its corpus, and write the record:
-NAME.json and NAME.log.jsonl in results/.
+"""Score a trained model on some splits of its corpus, and write the record in results/:
+NAME.json, NAME.log.jsonl, and the translations of each test split in NAME.SPLIT.txt, one on each line.
 
     python benchmarks/record.py runs/m30k multi30k-en-de-30min --split test_2016_flickr
         --beam-size 5 8 --length-penalty 1.0 1.4 --command 'annotated-transformer train …'
 
 If you give several beam sizes or length penalties, all combinations are tried on `val`; the best one is used
-for the other splits.
+for the other splits. With --against, a paired test compares the translations with those of another record.
 """
 import argparse
 import itertools
 import json
 import platform
 import shlex
+import statistics
 import sys
 import time
+from bisect import bisect_left
 from datetime import date
 from pathlib import Path
 
+import numpy as np
+from sacrebleu.metrics import BLEU
+
 from annotated_transformer.checkpoints import read_log
 from annotated_transformer.corpora import CorpusConfig, load_corpus
+from annotated_transformer.experiments import bootstrap_interval
 from annotated_transformer.files import atomic_write, checksum
 from annotated_transformer.large_corpora import available_cores
 from annotated_transformer.recipe import evaluate, versions
 from annotated_transformer.score_report import report, tokenized_bleu
-from annotated_transformer.scoring import bleu_interval
+from annotated_transformer.scoring import bleu_interval, compare
 from annotated_transformer.transformer import count_parameters
 from annotated_transformer.translator import Translator
 
 RESULTS = Path(__file__).parent / 'results'
+MAX_ORDER = 4 # words of the longest n-grams that BLEU counts
 N_SAMPLES = 8 # translations that a record holds, from all over the last split
 PATHS = ('data_dir', 'src', 'tgt', 'val_src', 'val_tgt', 'test_src', 'test_tgt', 'tsv', 'extra_src', 'extra_tgt')
 
@@ -52,6 +59,43 @@ def report_tokenized(translations: list[str], references: list[str]) -> dict:
     return {'lowercased_tokenized_bleu': bleu, 'lowercased_tokenized_signature': signature,
             'sentences': len(references), 'lowercased_tokenized_half_width': interval.half_width,
             'lowercased_tokenized_interval_signature': interval.signature}
+
+def bleu_counts(translations: list[str], references: list[str]) -> np.ndarray:
+    "Return a row for each sentence with what BLEU sums: matching n-grams, all n-grams, both lengths."
+    metric = BLEU(effective_order=True) # changes a sentence's score, not its counts
+    scores = [metric.sentence_score(translation, [reference])
+              for translation, reference in zip(translations, references, strict=True)]
+    return np.array([[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores])
+
+def bleu_of(counts: np.ndarray) -> float:
+    "Return the corpus BLEU of some rows of `bleu_counts`."
+    *ngrams, length, reference_length = counts.sum(axis=0).tolist()
+    found = BLEU.compute_bleu(ngrams[:MAX_ORDER], ngrams[MAX_ORDER:], length, reference_length, 'exp')
+    return found.score
+
+def by_source_length(sources: list[str], counts: np.ndarray, n_groups: int = 4) -> dict[str, dict]:
+    "Return BLEU with its 95 % interval for groups of nearly equal size, from the shortest sources to the longest."
+    lengths = [len(source.split()) for source in sources]
+    edges = statistics.quantiles(lengths, n=n_groups)
+    groups = np.array([bisect_left(edges, length) for length in lengths])
+    found = {}
+    for group in sorted(set(groups.tolist())):
+        members = np.flatnonzero(groups == group)
+        inside = [lengths[i] for i in members]
+        low, high = bootstrap_interval(counts[members], bleu_of, samples=1000)
+        found[f'{min(inside)}-{max(inside)}'] = {'bleu': bleu_of(counts[members]), 'low': low, 'high': high,
+                                                 'sentences': len(members)}
+    return found
+
+def paired_test(translations: list[str], against: list[str], references: list[str]) -> dict:
+    "Return the difference in BLEU from another system on the same sentences, its 95 % interval and a p-value."
+    ours = bleu_counts(translations, references)
+    theirs = bleu_counts(against, references)
+    width = ours.shape[1]
+    low, high = bootstrap_interval(np.hstack([ours, theirs]), samples=1000,
+                                   statistic=lambda rows: bleu_of(rows[:, :width]) - bleu_of(rows[:, width:]))
+    p_value = min(1.0, 2 * compare(translations, against, references).p_value) # two-sided
+    return {'difference': bleu_of(ours) - bleu_of(theirs), 'low': low, 'high': high, 'p_value': p_value}
 
 def public_settings(corpus: dict) -> dict:
     "Return a corpus' settings without paths, which differ between machines; only whether there was extra text."
@@ -94,6 +138,7 @@ def main():
     parser.add_argument('--length-penalty', type=float, nargs='+', default=[0.6],
                         help='length penalties to try on val (0.6)')
     parser.add_argument('--tokenized', action='store_true', help='the corpus is lower-cased and tokenized')
+    parser.add_argument('--against', help='name of a record to compare with, whose translations are in results/')
     parser.add_argument('--teacher', type=Path, action='append', default=[],
                         help='a run whose translations were training text: its minutes are added; may be repeated')
     args = parser.parse_args()
@@ -119,6 +164,14 @@ def main():
             found = report_tokenized(translations, references)
         else:
             found = report(translations, references, corpus.langs[1])
+            sources = [src for src, _ in corpus[split]]
+            found['by_source_length'] = by_source_length(sources, bleu_counts(translations, references))
+        if split != 'val':
+            lines = ''.join(translation + '\n' for translation in translations)
+            atomic_write(RESULTS / f'{args.name}.{split}.txt', lines)
+            if args.against:
+                other = (RESULTS / f'{args.against}.{split}.txt').read_text('utf-8').splitlines()
+                found['paired_test'] = {'against': args.against} | paired_test(translations, other, references)
         scores[split] = found | {'seconds': seconds}
         step = max(1, len(references) // N_SAMPLES)
         samples = [{'split': split, 'source': src, 'translation': translation, 'reference': reference}

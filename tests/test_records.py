@@ -18,6 +18,7 @@ import record
 from annotated_transformer.corpora import Corpus, CorpusConfig, load_corpus
 from annotated_transformer.files import checksum
 from annotated_transformer.recipe import RECIPES, RunConfig, evaluate
+from annotated_transformer.scoring import score
 from annotated_transformer.trainer import TrainConfig
 from annotated_transformer.transformer import TransformerConfig
 from annotated_transformer.translator import SHIPPED, Translator
@@ -34,7 +35,7 @@ def corpus(monkeypatch):
 
 def make_record(tmp_path, monkeypatch, *flags):
     "Make a record of the shipped model, as if it came from a run."
-    run = shutil.copytree(SHIPPED, tmp_path / 'run')
+    run = shutil.copytree(SHIPPED, tmp_path / 'run', dirs_exist_ok=True)
     (run / 'log.jsonl').write_text('{"step": 20, "loss": 2.0}\n{"step": 20, "val_loss": 1.0}\n')
     (run / 'clock.jsonl').write_text('{"step": 20, "minutes": 0.1, "tokens_per_second": 9}\n'
                                      '{"step": 20, "minutes": 0.2}\n')
@@ -72,6 +73,49 @@ def test_a_record_says_what_was_measured(tmp_path, monkeypatch, corpus):
     rows = [json.loads(line) for line in (tmp_path / 'toy.log.jsonl').read_text().splitlines()]
     assert rows == [{'step': 20, 'loss': 2.0, 'minutes': 0.1, 'tokens_per_second': 9},
                     {'step': 20, 'val_loss': 1.0, 'minutes': 0.2}]
+
+
+def test_counts_give_the_bleu_of_sacrebleu(corpus):
+    references = [tgt for _, tgt in corpus['val']]
+    translations = [text.replace('die', 'der').removesuffix(' .') for text in references]
+    assert translations != references
+    counts = record.bleu_counts(translations, references)
+    assert record.bleu_of(counts) == pytest.approx(score(translations, references).bleu)
+    assert record.bleu_of(counts[:5]) == pytest.approx(score(translations[:5], references[:5]).bleu)
+
+
+def test_groups_by_source_length_hold_each_sentence_once(corpus):
+    sources = [src for src, _ in corpus['val']] + [src for src, _ in corpus['test']]
+    references = [tgt for _, tgt in corpus['val']] + [tgt for _, tgt in corpus['test']]
+    counts = record.bleu_counts(references, references)
+    counts[:, :4] //= 2 # half of the n-grams match
+    found = record.by_source_length(sources, counts)
+    assert sum(part['sentences'] for part in found.values()) == len(sources)
+    for name, part in found.items():
+        low, high = map(int, name.split('-'))
+        inside = [low <= len(source.split()) <= high for source in sources]
+        assert part['bleu'] == record.bleu_of(counts[inside])
+        assert part['sentences'] == sum(inside)
+        assert part['low'] <= part['bleu'] <= part['high']
+
+
+def test_a_record_keeps_its_translations_and_is_compared_with_another(tmp_path, monkeypatch, corpus):
+    found = make_record(tmp_path, monkeypatch)
+    assert 'paired_test' not in found['scores']['test']
+    kept = (tmp_path / 'toy.test.txt').read_text().splitlines()
+    assert kept == evaluate(Translator.load(), corpus['test'], **found['search'])[1]
+    assert not (tmp_path / 'toy.val.txt').exists()
+    worse = [' '.join(line.split()[::-1]) for line in kept]
+    (tmp_path / 'worse.test.txt').write_text(''.join(line + '\n' for line in worse))
+    test = make_record(tmp_path, monkeypatch, '--against', 'worse')['scores']['test']['paired_test']
+    references = [tgt for _, tgt in corpus['test']]
+    assert test['against'] == 'worse'
+    assert test['difference'] == pytest.approx(score(kept, references).bleu - score(worse, references).bleu)
+    assert 0 < test['low'] < test['difference'] < test['high']
+    assert test['p_value'] < 0.01
+    same = record.paired_test(kept, kept, references)
+    assert same['difference'] == same['low'] == same['high'] == 0
+    assert same['p_value'] == 1
 
 
 def test_paths_of_extra_text_are_left_out():
