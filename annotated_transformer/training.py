@@ -51,7 +51,7 @@ def label_smoothing_loss(
     targets: Int[Tensor, "*batch"],  # ids of the correct tokens
     label_smoothing: float = 0.1,    # probability that is spread evenly over the vocabulary
     ignore_index: int | None = None, # id of a target that does not count: padding
-) -> Float[Tensor, ""]: # nats per target, ignored ones excluded
+) -> Float[Tensor, ""]: # a scalar: nats per target that counts
     "Return the mean cross-entropy against smoothed labels (section 5.4)."
     log_probs = logits.log_softmax(-1)
     correct = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
@@ -72,7 +72,7 @@ def batch_loss(
     model: nn.Module,              # returns logits for source ids and target ids
     batch: Batch,
     label_smoothing: float = 0.0,  # probability that is spread evenly over the vocabulary
-) -> Float[Tensor, ""]: # nats per target token
+) -> Float[Tensor, ""]: # nats per target token, padding excluded
     "Teacher forcing: the decoder reads the correct tokens, and predicts each next one."
     logits = model(batch.src, batch.tgt_in)
     return label_smoothing_loss(logits, batch.tgt_out, label_smoothing, ignore_index=PAD)
@@ -96,7 +96,7 @@ def train_step(
 # %% ../nbs/07_training.ipynb #tra019
 @torch.no_grad()
 def validate(
-    model: nn.Module,         # left in eval mode
+    model: nn.Module,         # is in eval mode afterwards
     batches: Iterable[Batch], # on the model's device
 ) -> float: # nats per target token
     "Return the validation loss: no dropout, no label smoothing, each token with the same weight."
@@ -104,12 +104,12 @@ def validate(
     total_loss = 0.0
     total_tokens = 0
     for batch in batches:
-        total_loss += batch_loss(model, batch).item() * batch.n_tokens
+        total_loss += batch_loss(model, batch, label_smoothing=0.0).item() * batch.n_tokens
         total_tokens += batch.n_tokens
     return total_loss / total_tokens
 
 def train(
-    model: nn.Module,                  # moved to the device, and left in eval mode
+    model: nn.Module,                  # is on the device and in eval mode afterwards
     loader: BatchLoader,               # training batches
     n_epochs: int,                     # passes over the training pairs
     peak_lr: float,                    # largest learning rate

@@ -27,15 +27,15 @@ class TransformerConfig:
     """
     vocab_size: int = 37_000 # number of tokens, shared by source and target (section 5.1)
     n_layers: int = 6        # layers of the encoder, and of the decoder; N in the paper
-    d_model: int = 512       # features of each position between sublayers
+    d_model: int = 512       # features of each token's vector
     d_ff: int = 2048         # features inside the feed-forward network
-    n_heads: int = 8         # heads of each attention; h in the paper
+    n_heads: int = 8         # heads of each attention module; h in the paper
     d_k: int | None = None   # features of a head's queries and keys (default: d_model / n_heads)
     d_v: int | None = None   # features of a head's values (default: d_model / n_heads)
     dropout: float = 0.1     # on each sublayer's output and on the embedded input (section 5.4)
-    norm: Norm = 'post'      # layer norm after the residual connection, as printed, or 'pre'
+    norm: Norm = 'post'      # layer norm after each sublayer, as in the paper, or 'pre': before it
     positions: Literal['sinusoidal', 'learned', 'none'] = 'sinusoidal' # see section 3.5
-    max_len: int = 512       # largest number of positions of a sentence
+    max_len: int = 512       # maximum number of positions in a sequence
     tied: bool = True        # both embeddings and the output layer share one matrix (section 3.4)
 
     def __post_init__(self):
@@ -53,9 +53,10 @@ class Transformer(nn.Module):
         self.src_positions = POSITIONS[c.positions](c.d_model, c.max_len)
         self.tgt_positions = POSITIONS[c.positions](c.d_model, c.max_len)
         self.dropout = nn.Dropout(c.dropout)
-        sizes = (c.n_layers, c.d_model, c.n_heads, c.d_ff, c.dropout, c.norm, c.d_k, c.d_v)
-        self.encoder = Encoder(*sizes)
-        self.decoder = Decoder(*sizes)
+        options = dict(n_layers=c.n_layers, d_model=c.d_model, n_heads=c.n_heads, d_ff=c.d_ff,
+                       dropout=c.dropout, norm=c.norm, d_k=c.d_k, d_v=c.d_v)
+        self.encoder = Encoder(**options)
+        self.decoder = Decoder(**options)
         self.lm_head = nn.Linear(c.d_model, c.vocab_size, bias=False)
         if c.tied:
             self.tgt_embed.weight = self.src_embed.weight
@@ -63,7 +64,7 @@ class Transformer(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        "Layers after Glorot and Bengio (2010), embeddings with deviation 1/sqrt(d_model)."
+        "Glorot and Bengio (2010) for the layers, standard deviation 1/sqrt(d_model) for embeddings."
         for stack in (self.encoder, self.decoder):
             for parameter in stack.parameters():
                 if parameter.dim() > 1:
