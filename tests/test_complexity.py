@@ -7,9 +7,9 @@ from torch import nn
 from torch.testing import assert_close
 
 from annotated_transformer.attention import attention, causal_mask
-from annotated_transformer.complexity import (count_multiplications, fit_exponent, information_flow, lstm_steps,
-                                              path_length, restricted_attention, sequential_operations,
-                                              table_1_layers, window_mask)
+from annotated_transformer.complexity import (count_multiplications, information_flow, lstm_steps, path_length,
+                                              restricted_attention, sequential_operations, table_1_layers,
+                                              window_mask, windows)
 
 
 @pytest.mark.parametrize('n, r', [(1, 1), (1, 5), (2, 3), (9, 3), (9, 9), (9, 25), (40, 11)])
@@ -81,17 +81,33 @@ def test_sequential_operations():
     assert sequential_operations(y) == 3001
 
 
-def test_information_flow_and_path_length():
+def test_only_the_recurrent_chain_grows():
+    def chains(n):
+        return {name: sequential_operations(f()) for name, f in table_1_layers(n, d=8, r=3, k=3).items()}
+    short, long = chains(6), chains(16)
+    assert long.pop('recurrent') - short.pop('recurrent') == 8 * 10
+    assert long == short
+
+
+def test_windows():
+    x = torch.arange(1, 5.).view(1, 1, 4, 1)
+    assert windows(x, 3)[0, 0, :, :, 0].tolist() == [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 0]]
+
+
+def test_information_flow():
     x = torch.randn(1, 5, 4, dtype=torch.float64)
-    earlier = information_flow(lambda x: x.cumsum(1), x)
-    assert torch.equal(earlier, causal_mask(5))
-    assert path_length([earlier], earlier) == 1
-    everything = torch.ones(5, 5, dtype=torch.bool)
-    assert path_length([window_mask(5, 3)] * 9, everything) == 4
+    assert torch.equal(information_flow(lambda x: x.cumsum(1), x), causal_mask(5))
+    opposite = information_flow(lambda x: torch.cat([x[..., :2], -x[..., :2]], -1), x) # each row sums to 0
+    assert torch.equal(opposite, torch.eye(5, dtype=torch.bool))
+
+
+def test_path_length():
+    "From the first input to the last output, in the direction of the information flow."
+    earlier = causal_mask(5)
+    assert path_length([earlier]) == 1
+    assert path_length([window_mask(5, 3)] * 9) == 4
+    assert path_length([torch.eye(5, dtype=torch.bool), torch.ones(5, 5, dtype=torch.bool)]) == 2
     with pytest.raises(ValueError, match='too few layers'):
-        path_length([earlier] * 9, everything)
-
-
-def test_fit_exponent():
-    assert fit_exponent([1, 10, 100], [5, 500, 50_000]) == pytest.approx(2)
-    assert fit_exponent([10, 1000], [7, 7]) == pytest.approx(0)
+        path_length([window_mask(5, 3)] * 3)
+    with pytest.raises(ValueError, match='too few layers'):
+        path_length([earlier.mT] * 9)
