@@ -29,7 +29,7 @@ def fused_attention(
     value: Float[Tensor, "*batch n d_v"],
     mask: Bool[Tensor, "*#batch #m n"] | None = None, # True where a query may attend
 ) -> tuple[Float[Tensor, "*batch m d_v"], Tensor | None]: # output; weights or None
-    """The output of `attention.attention` by PyTorch's fused kernels, which never hold all weights.
+    """The output of `attention.attention`, by PyTorch's fused kernels or, for short sentences, by the plain formula.
 
     A fully masked query gets zeros.
     """
