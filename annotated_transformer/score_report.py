@@ -2,12 +2,13 @@
 
 # %% auto #0
 __all__ = ['LOWERCASED_TOKENIZED_OPTIONS', 'TITLES', 'PICTURES', 'lowercased_tokenized', 'tokenized_bleu',
-           'lowercased_tokenized_bleu', 'phenomenon_scores', 'without_signatures', 'report', 'counted', 'describe',
-           'plot_groups', 'plot_report', 'require_matplotlib', 'save_plot']
+           'lowercased_tokenized_bleu', 'score_groups', 'score_by_length', 'phenomenon_scores', 'without_signatures',
+           'report', 'counted', 'describe', 'plot_groups', 'plot_report', 'require_matplotlib', 'save_plot']
 
 # %% ../nbs/51_score_report.ipynb #scr007
 import io
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from importlib.util import find_spec
@@ -16,8 +17,7 @@ from pathlib import Path
 from sacrebleu.metrics import BLEU
 
 from .files import atomic_write
-from .scoring import (
-    Scores, bleu_interval, check_corpus, compare, score, score_by_length, score_groups)
+from .scoring import Scores, bleu_interval, check_corpus, compare, score
 from .toy_languages import toy_ende
 
 # %% ../nbs/51_score_report.ipynb #5f2718e9
@@ -56,6 +56,42 @@ def lowercased_tokenized_bleu(
     bleu, signature = tokenized_bleu(lowercased_tokenized(translations, lang),
                                      lowercased_tokenized(references, lang))
     return bleu, f'lower-cased, sacremoses {metadata.version("sacremoses")}: {signature}'
+
+# %% ../nbs/51_score_report.ipynb #8d508454
+def score_groups(
+    translations: Sequence[str],
+    references: Sequence[str],
+    groups: Sequence[str | Iterable[str]], # for each sentence, the name or names of its groups
+) -> dict[str, Scores]: # by name, in alphabetical order
+    "Score the sentences of each group alone. Raises ValueError if the lengths differ."
+    if not len(translations) == len(references) == len(groups):
+        raise ValueError(f'{len(translations)} translations, {len(references)} references and '
+                         f'{len(groups)} groups: each sentence needs one of each')
+    members = {}
+    for i, names in enumerate(groups):
+        if isinstance(names, str):
+            names = [names]
+        for name in names:
+            members.setdefault(name, []).append(i)
+    return {name: score([translations[i] for i in rows], [references[i] for i in rows])
+            for name, rows in sorted(members.items())}
+
+def score_by_length(
+    translations: Sequence[str],
+    references: Sequence[str],
+    edges: Sequence[int] = (5, 10, 15, 20, 30, 50), # largest word counts; then an open-ended group
+) -> dict[str, Scores]: # '1-5', '6-10', ..., '51+'; groups without sentences are left out
+    "Score by the number of words of the reference. Raises ValueError unless the edges ascend."
+    ascends = list(edges) == sorted(set(edges))
+    if not edges or not ascends or edges[0] < 1:
+        raise ValueError(f'edges={edges} must ascend, from at least 1')
+    check_corpus(translations, references)
+    names = [f'{low + 1}-{high}' for low, high in zip((0, *edges), edges)]
+    names.append(f'{edges[-1] + 1}+')
+    lengths = [max(1, len(text.split())) for text in references] # an empty text counts as one word
+    groups = [names[bisect_left(edges, length)] for length in lengths]
+    scores = score_groups(translations, references, groups)
+    return {name: scores[name] for name in names if name in scores}
 
 # %% ../nbs/51_score_report.ipynb #scr008
 def phenomenon_scores(

@@ -64,7 +64,7 @@ class Transformer(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        "Glorot and Bengio (2010) for the layers, standard deviation 1/sqrt(d_model) for embeddings."
+        "Glorot and Bengio (2010) for layers, standard deviation 1/sqrt(d_model) for embeddings."
         for stack in (self.encoder, self.decoder):
             for parameter in stack.parameters():
                 if parameter.dim() > 1:

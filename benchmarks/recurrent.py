@@ -33,7 +33,8 @@ from annotated_transformer.kernels import accelerate
 from annotated_transformer.recipe import default_run
 from annotated_transformer.recurrent import RecurrentConfig
 from annotated_transformer.run_log import catch_signals
-from annotated_transformer.scoring import score, score_by_length
+from annotated_transformer.score_report import score_by_length
+from annotated_transformer.scoring import score
 from annotated_transformer.trainer import LossModule, seed_step, train_step, validate
 from annotated_transformer.training import learning_rate, make_optimizer
 from annotated_transformer.transformer import count_parameters

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from annotated_transformer.score_report import (LOWERCASED_TOKENIZED_OPTIONS, lowercased_tokenized,
-                                                lowercased_tokenized_bleu, tokenized_bleu)
-from annotated_transformer.scoring import bleu_interval, compare, score, score_by_length, score_groups
+                                                lowercased_tokenized_bleu, score_by_length, score_groups,
+                                                tokenized_bleu)
+from annotated_transformer.scoring import bleu_interval, compare, score
 
 DATA = Path(__file__).resolve().parents[2] / 'shared' / 'data'
 NEEDS_DATA = pytest.mark.skipif(not (DATA / 'multi30k-tok').is_dir(), reason='needs Multi30k in ../shared/data')
