@@ -123,8 +123,8 @@ def test_everyday_options_come_first(capsys):
 
 
 def test_help_shows_the_defaults_that_apply(capsys, tmp_path):
-    assert 'features of each position between sublayers (default: 128)' in helped(capsys, 'train')
-    assert 'features of each position between sublayers (default: 512)' in helped(capsys, 'train', '--preset', 'base')
+    assert "features of each token's vector (default: 128)" in helped(capsys, 'train')
+    assert "features of each token's vector (default: 512)" in helped(capsys, 'train', '--preset', 'base')
     assert '(default: runs/multi30k)' in helped(capsys, 'train', '--corpus', 'multi30k')
     assert '(default: runs/tsv)' in helped(capsys, 'train', '--tsv', 'x.tsv')
     shutil.copytree(SHIPPED, tmp_path / 'model')
