@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Plant bugs in Transformers, check each with `check_transformer`, and train each as if nothing were wrong.
 
-Writes results/bugs.json: the failed checks, the training losses and the share of sequences that the trained
-model reverses correctly, for each bug. The page 45_finding_bugs plots it.
+Writes results/bugs.json: the failed checks in the order in which a report shows them, the training losses and the
+share of sequences that the trained model reverses correctly, for each bug. The page 45_finding_bugs plots it.
 
     python benchmarks/bugs.py                     # all bugs: about ten minutes of one core
     python benchmarks/bugs.py --only 'batch norm' # one bug, the others stay as recorded
@@ -10,7 +10,8 @@ model reverses correctly, for each bug. The page 45_finding_bugs plots it.
 
 A bug is a function that returns a context manager: while it is open, some function of the library is wrong, and
 models built inside are wrong. The `HELD_OUT` bugs are planted in models of another design. They were written after the
-checks and tried once; the checks were not changed afterwards.
+checks and tried once; what the checks compute was not changed afterwards. Beside each stand the checks whose hint names
+the faulty code, judged by hand.
 """
 import argparse
 import json
@@ -45,7 +46,7 @@ EVERY = 20 # training steps for each recorded loss
 class Bug:
     "A bug to plant in our own model."
     family: str
-    found_by: str       # the check that is meant to find it
+    found_by: str       # the check that is meant to find it; its hint names the faulty code
     plant: Callable     # returns a context manager
     config: TransformerConfig = CONFIG
 
@@ -360,7 +361,7 @@ def _():
 def _():
     return applied_to_logits(torch.tanh)
 
-@planted('tied, with deviation 1', 'training', 'initial loss')
+@planted('tied, with standard deviation 1', 'training', 'initial loss')
 def _():
     init_weights = Transformer.init_weights
     def wide(self):
@@ -556,14 +557,35 @@ class TorchModel(nn.Module):
 
 
 HELD_OUT = {
-    Plain: ['scale of d_model', 'dropout_p in eval mode', 'merged without transpose', 'no residual around the network',
-            'decoder blocks in a tuple', 'blocks multiplied', 'output layer copied', 'positions from the batch axis',
-            'one position for all', 'padding mask inverted', 'is_causal in the encoder', 'detached between blocks',
-            'cross-attention to the embeddings', 'mean of the source added', 'second block not causal',
-            'norm over positions', 'ReLU on the logits'],
-    TorchModel: ['batch_first left out', 'source embedding for the target', 'sinusoids along the batch',
-                 'memory_key_padding_mask left out', 'src_key_padding_mask left out', 'tgt_mask left out',
-                 'tgt_mask as for attn_mask of SDPA', 'src_mask causal'],
+    Plain: {
+        'scale of d_model': (),
+        'dropout_p in eval mode': ('evaluation',),
+        'merged without transpose': ('future', 'without positions'),
+        'no residual around the network': (),
+        'decoder blocks in a tuple': ('parameters',),
+        'blocks multiplied': ('separate weights',),
+        'output layer copied': ('tied',),
+        'positions from the batch axis': ('batch',),
+        'one position for all': ('source order', 'target order'),
+        'padding mask inverted': ('source', 'source padding'),
+        'is_causal in the encoder': (),
+        'detached between blocks': ('gradients',),
+        'cross-attention to the embeddings': (),
+        'mean of the source added': (),
+        'second block not causal': (),
+        'norm over positions': ('prefix',),
+        'ReLU on the logits': ('overfit',),
+    },
+    TorchModel: {
+        'batch_first left out': (),
+        'source embedding for the target': ('gradients',),
+        'sinusoids along the batch': ('batch',),
+        'memory_key_padding_mask left out': ('source padding',),
+        'src_key_padding_mask left out': ('source padding',),
+        'tgt_mask left out': ('future',),
+        'tgt_mask as for attn_mask of SDPA': (),
+        'src_mask causal': ('encoder', 'without positions'),
+    },
 }
 
 
@@ -658,8 +680,11 @@ def main():
                 row['runs'] = [train_and_test(name, seed, args.steps) for seed in SEEDS]
             print(label, row['failed'], [(run['losses'][-1:], run['correct']) for run in row['runs']], flush=True)
         rows[label] = row
-    held_out = {f'{model_class.__name__}: {bug or "correct"}': check_held_out(model_class, bug).failed
-                for model_class, bugs in HELD_OUT.items() for bug in (None, *bugs)}
+    held_out = {}
+    for model_class, bugs in HELD_OUT.items():
+        for bug in (None, *bugs):
+            held_out[f'{model_class.__name__}: {bug or "correct"}'] = {
+                'failed': check_held_out(model_class, bug).failed, 'named_by': bugs.get(bug, ())}
     record = {'name': 'bugs', **about(), 'seeds': SEEDS, 'steps': args.steps, 'every': EVERY,
               'cpu_seconds': round(time.process_time() - started), 'checks': list(CHECKS),
               'bugs': rows, 'held_out': held_out}
