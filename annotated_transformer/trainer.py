@@ -36,19 +36,19 @@ from .training import average_weights, learning_rate, paper_peak_lr, perplexity,
 # %% ../nbs/25_trainer.ipynb #trn105
 @dataclass(frozen=True)
 class TrainConfig:
-    "How to train, up to the first limit: steps, epochs or minutes. Raises ValueError for a value out of range."
+    "How to train, until the first limit: steps, epochs or minutes. Raises ValueError for a value out of range."
     max_tokens: int = 4096           # batch size: padded tokens on the longer side, over all processes (section 5.1)
     warmup_steps: int = 4000         # steps until the learning rate peaks (section 5.3)
     peak_lr: float | None = None     # largest learning rate (default: the paper's, `paper_peak_lr`)
     label_smoothing: float = 0.1     # probability spread evenly over the vocabulary (section 5.4)
-    max_grad_norm: float = 1.0       # longer gradients are scaled down to this length
+    max_grad_norm: float = 1.0       # gradients with a larger norm are scaled down to it
     max_steps: int = 100_000         # stop after this many optimizer steps
     max_epochs: int | None = None    # stop after this many epochs
     max_minutes: float | None = None # stop after this many minutes of training, interruptions not counted
     log_every: int = 20              # steps between lines of log.jsonl
     save_every: int = 200            # steps between validations, each with a checkpoint
     average_checkpoints: int = 5     # checkpoints to average at the end (section 6.1)
-    seed: int = 1                    # of the weights, the batches and dropout
+    seed: int = 1                    # seeds the weights, the order of batches, and dropout
     gradient_accumulation_steps: int = 1 # batches whose gradients are added up before an optimizer step
     r_drop: float = 0.0              # weight of R-Drop's distance between two passes (Liang et al., 2021); 0: one pass
     r_drop_from: int = 0             # first step with R-Drop
@@ -101,7 +101,7 @@ def train_step(
     max_grad_norm: float = 1.0,
     processes: Processes = Processes(), # that share each batch
 ) -> float: # nats per target token, before the update
-    """Make one optimizer step: `training.train_step` with gradient accumulation and clipping.
+    """Take one optimizer step: `training.train_step` with gradient accumulation and clipping.
 
     Raises FloatingPointError, and changes no weight, when the loss or a gradient is not finite.
     """
@@ -177,7 +177,7 @@ def seed_step(
     torch.manual_seed(zlib.crc32(f'{seed} {step} {rank}'.encode()))
 
 class Stepper(RunParts):
-    "Makes and counts optimizer steps."
+    "Takes and counts optimizer steps."
     def prepare(self) -> None:
         "Wrap the model and its loss for training, once the weights are loaded."
         self.objective = LossModule(self.model, self.config)
@@ -185,7 +185,7 @@ class Stepper(RunParts):
         self.model.train()
 
     def step(self, batches: list[Batch]) -> None:
-        "Make one optimizer step and count it. Raises FloatingPointError as `train_step` does."
+        "Take one optimizer step and count it. Raises FloatingPointError as `train_step` does."
         config = self.config
         progress = self.progress
         step = progress.step + 1
@@ -208,7 +208,7 @@ def should_stop_early(
     monitor: str,         # the metric that decides
     patience: int | None, # number of validations to wait for a new best; None: never stop early
 ) -> bool:
-    "Whether none of the last `patience` validations is the best."
+    "Return whether none of the last `patience` validations is the best."
     if patience is None or len(rows) <= patience:
         return False
     best = best_steps(rows, monitor, 1)
@@ -441,6 +441,6 @@ class Trainer(Stopper):
         return min(1.0, max(fractions))
 
     def is_done(self) -> bool:
-        "Whether a limit is reached."
+        "Return whether a limit is reached, and update the progress bar."
         self.log.show_progress(self.fraction_done, self.progress.minutes)
         return self.fraction_done >= 1 or self.should_stop
