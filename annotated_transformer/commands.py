@@ -77,6 +77,7 @@ class Evaluate(Command):
     tsv: Path | None = None   # sentence pairs to score, all of them: source, tab, reference on each line
     src: Path | None = None   # or sentences to translate, one on each line, ...
     tgt: Path | None = None   # ... and their references, line by line
+    skip_header: bool = False # leave out the first row of --tsv
     corpus: Literal[tuple(CORPORA)] | None = None # or a corpus by name (left out: the one the model was trained on)
     split: str | None = None  # which part of the corpus (left out: test)
     output: Path | None = None       # write the translations to this file, one on each line
@@ -96,8 +97,8 @@ class Evaluate(Command):
     NAMES = NAMES
     TEXTS = TEXTS
     GROUPS = {
-        '': ('', ('model', 'tsv', 'src', 'tgt', 'corpus', 'split', 'beam_size', 'output', 'overwrite', 'json', 'plot',
-                  'device', 'threads', 'config', 'save_config')),
+        '': ('', ('model', 'tsv', 'skip_header', 'src', 'tgt', 'corpus', 'split', 'beam_size', 'output', 'overwrite',
+                  'json', 'plot', 'device', 'threads', 'config', 'save_config')),
         'comparison': ('', ('translations', 'references', 'against', 'tokenized_references', 'samples')),
         'corpus': ('', ('pair', 'data_dir')),
         'search': SEARCH,
@@ -144,6 +145,8 @@ class Evaluate(Command):
         if (self.tsv or self.src) and self.split:
             raise ValueError('--split chooses a part of a corpus, but your own files are scored completely: '
                              'leave it out')
+        if self.skip_header and not self.tsv:
+            raise ValueError('--skip-header is for --tsv, which is missing')
         if self.tsv and self.src:
             raise ValueError('--tsv and --src name two test sets: leave one out')
         if 0 < self.samples < 40:
@@ -161,7 +164,7 @@ class Evaluate(Command):
         "Return what is scored."
         pair = self.pair or '-'.join(langs)
         if self.tsv:
-            return CorpusConfig('tsv', pair, test_tsv=self.tsv), 'test', self.tsv.name
+            return CorpusConfig('tsv', pair, test_tsv=self.tsv, skip_header=self.skip_header), 'test', self.tsv.name
         if self.src:
             return CorpusConfig('files', pair, test_src=self.src, test_tgt=self.tgt), 'test', self.src.name
         split = self.split or 'test'

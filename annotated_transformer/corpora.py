@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from itertools import chain, compress, islice
 from pathlib import Path
+from typing import Literal
 
 from .downloads import (
     MULTI30K_LANGS, MULTI30K_LINES, WMT14_LANGS, WMT14_SPLITS, read_multi30k, stream_wmt14)
 from .parallel_text import (
-    Pairs, PairStream, SeenTexts, read_lines, read_tsv, stream_files, stream_tsv, zip_lines)
+    Pairs, PairStream, SeenTexts, read_lines, stream_files, stream_tsv, zip_lines)
 from .toy_languages import SPLITS, copy_pairs, text_hash, toy_ende
 from .vocabulary import normalize
 
@@ -171,6 +172,8 @@ class CorpusConfig:
     tsv: str | Path | None = None        # corpus tsv: table to train on: source, tab, target; more columns are ignored
     val_tsv: str | Path | None = None    # corpus tsv: table to validate on; otherwise some rows are held out
     test_tsv: str | Path | None = None   # corpus tsv: table to test on; otherwise some rows are held out
+    skip_header: bool = False            # corpus tsv: leave out the first row of every table
+    on_error: Literal['stop', 'skip'] = 'stop' # corpus files, tsv: stop at a bad line to train on, or leave it out
     held_out: int = 1000                 # corpus files, tsv: pairs held out for val and for test, at most a tenth
     on_disk: bool = False                # corpus files, tsv: too large for memory; wmt14 always is
     max_words: int | None = None         # leave out training pairs with more words on a side
@@ -326,7 +329,7 @@ def build_corpus(
             pairs = unseen_pairs(pairs, sources, set(), counts, name)
         if config.extra_src:
             held_out = held_out_sentences(corpus, [split for split in corpus.splits if split != 'train'])
-            extra = stream_files(config.extra_src, config.extra_tgt)
+            extra = stream_files(config.extra_src, config.extra_tgt, config.on_error == 'skip')
             extra_name = f'{config.extra_src} and {config.extra_tgt}'
             pairs = chain(pairs, unseen_pairs(extra, *held_out, counts, extra_name))
         n_pairs = 0
@@ -338,16 +341,16 @@ def build_corpus(
 
     def load_train():
         pairs = list(read_train())
-        n_blank = corpus.dropped['blank']
-        if n_blank:
-            warnings.warn(f'{name}: {n_blank} training pairs are blank on a side, and left out')
+        if corpus.dropped['blank']:
+            warnings.warn(f'{name}: {corpus.dropped["blank"]} training pairs are blank on a side, and left out')
         return pairs
 
     for split in missing:
         corpus.splits[split] = partial(read_held_out, split)
     corpus.splits['train'] = load_train
     if config.large:
-        settings = {'corpus': config.corpus, 'pair': config.pair, 'held_out': sizes, **config.cleaning}
+        settings = {'corpus': config.corpus, 'pair': config.pair, 'held_out': sizes, **config.cleaning,
+                    'skip_header': config.skip_header}
         extra_files = [path for path in (config.extra_src, config.extra_tgt) if path]
         corpus.splits['train'] = PairStream(read_train, [*files, *extra_files], settings, corpus.dropped)
     return corpus
@@ -374,11 +377,13 @@ def text_corpus(config: CorpusConfig) -> Corpus:
     files = config.split_files()
     def read(split):
         paths = files[split]
-        if config.large and split == 'train':
-            return stream_tsv(*paths) if len(paths) == 1 else stream_files(*paths)
+        skip_bad = split == 'train' and config.on_error == 'skip'
         if len(paths) == 1:
-            return read_tsv(*paths)
-        return zip_lines(read_lines(paths[0]), read_lines(paths[1]), paths)
+            pairs = stream_tsv(*paths, config.skip_header, skip_bad)
+            return pairs if split == 'train' else list(pairs)
+        if split == 'train' and config.large:
+            return stream_files(*paths, skip_bad)
+        return zip_lines(*[read_lines(path, skip_bad) for path in paths], paths)
     missing = [split for split in ('val', 'test') if split not in files]
     given = [split for split in files if split != 'train']
     return build_corpus(config, {split: partial(read, split) for split in files}, missing, given,
@@ -428,8 +433,8 @@ CORPORA = { # to add a corpus, write a function such as `toy_corpus` and name it
     'toy-ende': CorpusKind(toy_corpus),
     'multi30k': CorpusKind(multi30k_corpus, ('data_dir',)),
     'files': CorpusKind(text_corpus, ('src', 'tgt', 'val_src', 'val_tgt', 'test_src', 'test_tgt',
-                                       'held_out', 'on_disk')),
-    'tsv': CorpusKind(text_corpus, ('tsv', 'val_tsv', 'test_tsv', 'held_out', 'on_disk')),
+                                       'on_error', 'held_out', 'on_disk')),
+    'tsv': CorpusKind(text_corpus, ('tsv', 'val_tsv', 'test_tsv', 'skip_header', 'on_error', 'held_out', 'on_disk')),
     'wmt14': CorpusKind(wmt14_corpus, ('data_dir',), always_large=True),
 }
 

@@ -124,6 +124,49 @@ def test_columns_beyond_the_second(tmp_path):
     assert read('"a"\t"b\n') == [('"a"', '"b')]                                 # quotes are text, except for Anki
     assert read('#1\tnumber one\n') == [('#1', 'number one')]
 
+@pytest.mark.parametrize('header', ['English\tGerman', 'source_text\ttarget_text', 'EN\tde\tlicence'])
+def test_a_header_is_noticed_and_left_out(header, tmp_path):
+    path = write(tmp_path/'x.tsv', f'{header}\nGo!\tGeh!\n')
+    with pytest.warns(UserWarning, match='looks like a header'):
+        assert len(read_tsv(path)) == 2
+    assert load_corpus('tsv', test_tsv=path, skip_header=True)['test'] == [('Go!', 'Geh!')]
+    with pytest.raises(ValueError, match='skip_header=True is an option of corpus tsv, not of multi30k'):
+        CorpusConfig('multi30k', skip_header=True)
+
+def test_a_first_pair_is_no_header(tmp_path, recwarn):
+    for pair in ('I speak German.\tIch spreche Deutsch.', 'English\tEnglisch', '1\tHi.\t2\tHallo.'):
+        assert len(read_tsv(write(tmp_path/'x.tsv', f'{pair}\n{pair}\n'))) == 2
+    assert not recwarn
+
+@pytest.mark.parametrize('on_disk', [False, True])
+def test_bad_lines_are_left_out_on_request(on_disk, tmp_path):
+    good = [(f'word {i}', f'Wort {i}') for i in range(40)]
+    rows = [f'{src}\t{tgt}'.encode() for src, tgt in good]
+    table = tmp_path/'x.tsv'
+    table.write_bytes(b'\n'.join([*rows[:5], b'one column', b'\xff\t\xff', b'a\0b\tc', *rows[5:]]) + b'\n')
+    with pytest.raises(ValueError, match='line 6: one column'):
+        list(load_corpus('tsv', tsv=table, on_disk=on_disk)['train'])
+    with pytest.warns(UserWarning) as caught:
+        found = load_corpus('tsv', tsv=table, on_disk=on_disk, on_error='skip', held_out=1)
+        assert sorted([*found['train'], *found['val'], *found['test']]) == sorted(good)
+    said = [str(warning.message) for warning in caught]
+    assert any('line 6: one column' in text and text.endswith('bad lines left out: 1') for text in said)
+    assert any('line 7: not UTF-8' in text and text.endswith('bad lines left out: 2') for text in said)
+
+    src, tgt = tmp_path/'x.en', tmp_path/'x.de'
+    src.write_bytes(b''.join(pair[0].encode() + b'\n' for pair in good))
+    tgt.write_bytes(b''.join(b'\xff\n' if i == 2 else pair[1].encode() + b'\n' for i, pair in enumerate(good)))
+    with pytest.warns(UserWarning, match='x.de, line 3: not UTF-8'):
+        found = load_corpus('files', src=src, tgt=tgt, on_disk=on_disk, on_error='skip', held_out=1)
+        assert sorted([*found['train'], *found['val'], *found['test']]) == sorted(good[:2] + good[3:])
+
+def test_bad_lines_of_a_test_set_are_never_left_out(tmp_path):
+    train = write(tmp_path/'train.tsv', 'a\tb\n' * 20)
+    test = write(tmp_path/'test.tsv', 'a\tb\nc\n')
+    corpus = load_corpus('tsv', tsv=train, test_tsv=test, on_error='skip')
+    with pytest.raises(ValueError, match=r'test\.tsv, line 2: one column'):
+        corpus['test']
+
 def test_anki_exports(tmp_path):
     def read(text): return read_tsv(write(tmp_path/'x.txt', text))
     hashtag = '#separator:tab\n#tags column:3\n#metoo: I do\t#metoo: ich auch\nyes\tja\n'
@@ -541,7 +584,7 @@ def test_a_stream_says_what_it_is_made_of(tmp_path):
     assert stream.files == [table, extra['extra_src'], extra['extra_tgt']]
     assert json.loads(json.dumps(stream.settings)) == stream.settings == {
         'corpus': 'tsv', 'pair': 'en-de', 'held_out': {'val': 5, 'test': 5}, 'max_words': 9, 'max_ratio': None,
-        'unique': False}
+        'unique': False, 'skip_header': False}
 
 def test_samples_are_fair():
     numbers = PairStream(lambda: ((f'{i}', f'{-i}') for i in range(1000)))
