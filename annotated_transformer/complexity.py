@@ -49,7 +49,7 @@ def windows(x: Float[Tensor, "batch heads n d_x"], r: int) -> Float[Tensor, "bat
     "Return the `r` rows (an odd number) around each row of `x`, with zeros beyond the ends."
     side = window_side(r)
     padded = F.pad(x, (0, 0, side, side)) # along n: F.pad starts with the last axis
-    return padded.unfold(2, r, 1).mT      # unfold makes the window the last axis
+    return padded.unfold(2, r, 1).mT      # unfold returns (batch, heads, n, d_x, r)
 
 def restricted_attention(
     query: Float[Tensor, "batch heads n d_k"],
@@ -58,8 +58,9 @@ def restricted_attention(
     r: int, # positions in the window around each query, an odd number
 ) -> Float[Tensor, "batch heads n d_v"]:
     "Return the output of attention under `window_mask`, computed from `r` keys for each query."
-    one_query = query.unsqueeze(3)                              # (batch, heads, n, 1, d_k)
-    exists = windows(torch.ones_like(key[..., :1]), r).mT > 0   # (batch, heads, n, 1, r)
+    one_query = query.unsqueeze(3)          # (batch, heads, n, 1, d_k)
+    ones = torch.ones_like(key[..., :1])
+    exists = windows(ones, r).mT > 0        # (batch, heads, n, 1, r): False beyond the ends
     output, _ = attention(one_query, windows(key, r), windows(value, r), exists)
     return output.squeeze(3)
 
@@ -93,12 +94,12 @@ def sequential_operations(result: Tensor) -> int:
     stack = [result.grad_fn]   # the backward graph mirrors the forward operations
     while stack:
         node = stack[-1]
-        inputs = [parent for parent, _ in node.next_functions if parent is not None]
-        waiting = [parent for parent in inputs if parent not in depth]
+        sources = [source for source, _ in node.next_functions if source is not None]
+        waiting = [source for source in sources if source not in depth]
         if waiting:
             stack.extend(waiting)
         else:
-            depth[node] = 1 + max([depth[parent] for parent in inputs], default=0)
+            depth[node] = 1 + max([depth[source] for source in sources], default=0)
             stack.pop()
     return depth[result.grad_fn]
 
@@ -111,7 +112,7 @@ def information_flow(
     x = x.detach().requires_grad_()
     rows = []
     for output in f(x)[0]:
-        scalar = output @ torch.randn_like(output) # a plain sum is constant after a layer norm
+        scalar = output @ torch.randn_like(output) # a plain sum could hide a dependence
         gradient, = torch.autograd.grad(scalar, x, retain_graph=True)
         rows.append(gradient[0].abs().sum(-1) > 0)
     return torch.stack(rows)
