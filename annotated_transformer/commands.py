@@ -21,6 +21,7 @@ from .checkpoints import (
 from .command_options import Command, Common, Option
 from .corpora import CORPORA, TEXT_OPTIONS, CorpusConfig, load_corpus
 from .files import checksum, read_json
+from .hub import write_model_card
 from .inference import DecodingConfig
 from .line_translation import (
     DirectOutput, PartialOutput, check_output, live_lines, skip_done, write_lines)
@@ -368,6 +369,7 @@ class Average(Command):
                              'average fewer with --n, '
                              'or train with a larger --average-checkpoints or --keep-best')
         out = average_checkpoints(found, self.out or self.run / f'averaged-{kind}-{self.n}')
+        write_model_card(out)
         print(f'{out} is the average of {", ".join(folder.name for folder in found)}')
 
     def last_steps(self, rows: list[dict]) -> list[int]:
@@ -387,6 +389,7 @@ class ImportMarian(Command):
     def __call__(self) -> None:
         from annotated_transformer.interop import import_marian
         import_marian(self.folder, self.out)
+        write_model_card(self.out)
         print(f'{self.out} is written. Next: annotated-transformer translate --model {self.out} "A sentence."')
 
 @dataclass(frozen=True)

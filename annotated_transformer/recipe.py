@@ -423,5 +423,5 @@ def save_scored(
         print('scoring the validation set', file=sys.stderr)
     scores, _ = evaluate(translator, corpus['val'], progress_bar)
     translator.training |= {'run': settings_dict(config), 'progress': asdict(trainer.progress), 'val': asdict(scores),
-                            'versions': versions()}
+                            'versions': versions(), 'data': read_json(out / 'run.json').get('data', {})}
     translator.save(out)

@@ -21,7 +21,7 @@ from .files import atomic_write, checksum, to_json
 
 # %% ../nbs/50_run_folder.ipynb #rfd006
 RUN_FILES = ('run.json', 'log.jsonl', 'clock.jsonl', 'samples.jsonl', 'tensorboard', 'config.json',
-             'model.safetensors', 'tokenizer.json', 'training.json', 'checkpoints')
+             'model.safetensors', 'tokenizer.json', 'training.json', 'README.md', 'checkpoints')
 
 LIMITS = ('max_steps', 'max_epochs', 'max_minutes') # settings of training that may change when a run resumes
 LOCK = 'run.lock'

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from annotated_transformer.hub import download_folder, upload_folder
+from annotated_transformer.files import read_json
+from annotated_transformer.hub import download_folder, upload_folder, write_model_card
+from annotated_transformer.translator import SHIPPED, Translator
 
 FILES = ('config.json', 'model.safetensors')
 
@@ -32,9 +34,16 @@ class FakeHub:
 def test_upload(tmp_path, monkeypatch, private):
     hub = FakeHub()
     monkeypatch.setattr('huggingface_hub.HfApi', lambda: hub)
-    (tmp_path / 'config.json').write_bytes(b'{}')
+    for path in SHIPPED.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
     assert upload_folder(tmp_path, 'me/model', private, 'New weights') == 'https://hub/me/model'
-    assert hub.repos == {'me/model': private} and hub.files == {'config.json': b'{}'}
+    assert hub.repos == {'me/model': private}
+    assert set(hub.files) == {'config.json', 'model.safetensors', 'tokenizer.json', 'training.json', 'README.md'}
+    assert b"Translator.from_pretrained('me/model')" in hub.files['README.md']
+
+    (tmp_path / 'mine.md').write_text('# My model')
+    Translator.load().push_to_hub('me/model', private, 'New weights', card=tmp_path / 'mine.md')
+    assert hub.files['README.md'] == b'# My model'
 
 
 def test_download(tmp_path, monkeypatch):
@@ -48,6 +57,42 @@ def test_download(tmp_path, monkeypatch):
     (tmp_path / 'config.json').write_bytes(b'{}')
     assert download_folder('me/model', FILES, revision='v1') == tmp_path
     assert requests == [('me/model', None, list(FILES)), ('me/model', 'v1', list(FILES))]
+
+
+def test_a_card_says_what_its_files_say(tmp_path):
+    translator = Translator.load()
+    translator.training['data'] = {'tsv': {'path': 'secret/pairs.tsv', 'size': 12345, 'sha256': 'ab' * 32}}
+    translator.save(tmp_path / 'mine')
+    card = (tmp_path / 'mine/README.md').read_text()
+    assert card.startswith('---\nlanguage:\n- en\n- de\n')
+    assert '| tsv | pairs.tsv, 12,345 bytes, SHA-256 `abababababababab…` |' in card
+    assert 'secret' not in card
+    training = read_json(SHIPPED / 'training.json')
+    n_parameters = sum(p.numel() for p in translator.model.parameters())
+    for fact in (f'{n_parameters:,} parameters', training['val']['signature'], f'{training["test"]["chrf"]:.2f}',
+                 '| n_heads | 4 |', '| seed | 1 |'):
+        assert fact in card
+
+
+def test_a_card_of_an_unknown_model(tmp_path):
+    translator = Translator.load()
+    translator.training = {}
+    translator.save(tmp_path)
+    card = (tmp_path / 'README.md').read_text()
+    assert 'This model has not been scored' in card and 'language:' not in card and 'from en' not in card
+
+
+def test_a_card_that_was_changed_is_kept(tmp_path):
+    translator = Translator.load()
+    translator.save(tmp_path)
+    path = tmp_path / 'README.md'
+    original = path.read_text()
+    path.write_text(original.replace('# Translation', '# Great translation'))
+    translator.save(tmp_path)
+    assert path.read_text() == original
+    path.write_text('# My model')
+    write_model_card(tmp_path)
+    assert path.read_text() == '# My model'
 
 
 def test_the_library_has_the_functions_and_arguments_that_the_fakes_have():
@@ -69,7 +114,7 @@ OFFLINE = '''
 import sys, time
 from annotated_transformer.hub import download_folder, upload_folder
 start = time.monotonic()
-for call in (lambda: download_folder('me/model', ['config.json']), lambda: upload_folder(sys.argv[1], 'me/model'),
+for call in (lambda: download_folder('me/model', ['config.json']), lambda: upload_folder(sys.argv[1], 'me/model', card=sys.argv[2]),
              lambda: download_folder('a name/with/too much', ['config.json'])):
     try:
         call()
@@ -83,7 +128,9 @@ assert time.monotonic() - start < 60
     {'HF_HUB_OFFLINE': '1'}, {'HF_ENDPOINT': 'http://127.0.0.1:9', 'HF_TOKEN': 'x'}], ids=['offline', 'closed port'])
 def test_without_a_network_there_is_one_clear_line(tmp_path, settings):
     env = os.environ | {'HF_HOME': str(tmp_path / 'home'), 'HF_HUB_OFFLINE': '0'} | settings
-    done = subprocess.run([sys.executable, '-c', OFFLINE, str(tmp_path)], capture_output=True, text=True, env=env)
+    (tmp_path / 'README.md').write_text('# My model')
+    command = [sys.executable, '-c', OFFLINE, str(tmp_path), str(tmp_path / 'README.md')]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and len(lines) == 3, done
     assert lines[0].startswith('me/model is not a folder here and could not be fetched from the Hugging Face Hub: ')

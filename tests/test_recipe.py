@@ -53,7 +53,7 @@ def test_a_run_makes_a_model_folder(finished):
     config, out, translator = finished
     names = {path.name for path in out.iterdir()}
     assert names == {'run.json', 'log.jsonl', 'clock.jsonl', 'samples.jsonl', 'config.json', 'model.safetensors',
-                     'tokenizer.json', 'training.json', 'checkpoints'}
+                     'tokenizer.json', 'training.json', 'README.md', 'checkpoints'}
     training = json.loads((out / 'training.json').read_text())
     assert training['progress']['step'] == 10 and training['val']['sentences'] == 20
     assert training['run']['training']['peak_lr'] == 1e-2

@@ -74,7 +74,7 @@ def test_the_shipped_model_translates():
 
 
 def test_a_saved_folder_gives_the_same_translations(translator, folder):
-    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    assert {path.name for path in folder.iterdir()} == {*FILES, 'README.md'}
     assert Translator.load(folder, 'cpu').translate(TEXTS) == translator.translate(TEXTS)
 
 
@@ -103,7 +103,7 @@ def test_a_tokenizer_of_another_model_is_refused(translator):
 
 def test_the_hub(folder, translator, tmp_path, monkeypatch):
     uploaded = {}
-    def upload_folder(path, repo_id, private, message):
+    def upload_folder(path, repo_id, private, message, card):
         uploaded.update({file.name: file.read_bytes() for file in Path(path).iterdir()})
         return f'https://hub/{repo_id}'
     def download_folder(repo_id, names, revision):
@@ -112,7 +112,7 @@ def test_the_hub(folder, translator, tmp_path, monkeypatch):
     monkeypatch.setattr('annotated_transformer.translator.upload_folder', upload_folder)
     monkeypatch.setattr('annotated_transformer.translator.download_folder', download_folder)
     assert translator.push_to_hub('me/model') == 'https://hub/me/model'
-    assert uploaded == {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert {name: uploaded[name] for name in FILES} == {name: (folder/name).read_bytes() for name in FILES}
     expected = translator.translate(TEXTS, **QUICK)
     assert Translator.from_pretrained('me/model', 'v1').translate(TEXTS, **QUICK) == expected
     assert Translator.from_pretrained(str(folder), device='cpu').translate(TEXTS, **QUICK) == expected # no download

@@ -1,0 +1,70 @@
+"A type checker accepts the code that people copy, and sees the types that the functions return."
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec('basedpyright'), reason='needs basedpyright')
+
+def check(folder, code):
+    "The errors that the type checker finds in some code, each as (line, message)."
+    settings = {'typeCheckingMode': 'standard', 'extraPaths': [str(ROOT)], 'pythonVersion': '3.10'}
+    (folder/'pyrightconfig.json').write_text(json.dumps(settings))
+    (folder/'user.py').write_text(code)
+    command = [sys.executable, '-m', 'basedpyright', '--outputjson', '--pythonpath', sys.executable, 'user.py']
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    found = json.loads(done.stdout)['generalDiagnostics']
+    return [(item['range']['start']['line'] + 1, item['message']) for item in found if item['severity'] == 'error']
+
+def readme_code():
+    return '\n'.join(re.findall(r'```python\n(.*?)```', (ROOT/'README.md').read_text(), re.DOTALL))
+
+def guide_code():
+    "The cells of the guide that use the library, without IPython's commands."
+    cells = [cell.source for cell in nbformat.read(ROOT/'nbs/34_your_own_data.ipynb', 4).cells
+             if cell.cell_type == 'code']
+    lines = '\n'.join(cells).splitlines()
+    return '\n'.join(re.sub(r'^(\s*)[%!].*', r'\1pass', line) for line in lines)
+
+@pytest.mark.parametrize('code', [readme_code, guide_code])
+def test_the_code_that_people_copy(code, tmp_path):
+    assert 'Translator.load' in code()
+    assert check(tmp_path, code()) == []
+
+TYPES = '''
+from collections.abc import Iterator
+from typing_extensions import assert_type
+from annotated_transformer.translator import ScoringModel, Translation, Translator
+
+class Mine(Translator):
+    pass
+
+translator = Translator.load('runs/first', device='cpu')
+assert_type(translator, Translator)
+assert_type(Mine.load(), Mine)
+assert_type(Mine.from_pretrained('name'), Mine)
+assert_type(translator.translate('Hi.', beam_size=1), str)
+assert_type(translator.translate(['Hi.'], prefix=['Da']), list[str])
+assert_type(translator.translate(open('sentences.txt')), Iterator[str])
+assert_type(translator.translate_n_best('Hi.', 4), list[Translation])
+assert_type(translator.translate_n_best(['Hi.'], 4), list[list[Translation]])
+assert_type(translator.score('Hi.', 'Hallo.'), float)
+assert_type(translator.score(['Hi.'], ['Hallo.']), list[float])
+'''
+
+def test_functions_return_what_the_checker_sees(tmp_path):
+    assert check(tmp_path, TYPES) == []
+
+def test_the_checker_finds_mistakes(tmp_path):
+    mistakes = ["translator.translate('Hi.', beam=4)", "translator.translate('Hi.', beam_size='4')",
+                'translator.translate(None)', "translator.translate('Hi.').text"]
+    start = 'from annotated_transformer.translator import Translator\ntranslator = Translator.load()\n'
+    found = check(tmp_path, start + '\n'.join(mistakes) + '\n')
+    assert {line for line, _ in found} == {3, 4, 5, 6}
