@@ -21,12 +21,12 @@ Pair = tuple[Sequence[int], Sequence[int]] # ids of source and target, without s
 def encode_pairs(
     pairs: Sequence[tuple[str, str]], # source text and target text
     tokenizer: Tokenizer,             # turns text into ids
-    langs: Sequence[str],             # source language and target language
+    langs: Sequence[str],             # source language and target language; BPE treats both alike
     max_len: int | None = None,       # positions of the model: longer sentences are truncated
 ) -> list[Pair]:
     """Turn sentence pairs into ids, without special tokens. Warns if it truncates any.
 
-    A truncated target still gets EOS later, so truncating many teaches a model to stop early.
+    EOS is added after truncation, so many truncated targets teach a model to stop too early.
     """
     src = tokenizer.encode_batch([src for src, _ in pairs], langs[0])
     tgt = tokenizer.encode_batch([tgt for _, tgt in pairs], langs[1])
@@ -51,7 +51,7 @@ def pad_rows(
     complete = [[*before, *row, *after] for row in rows]
     n = max((len(row) for row in complete), default=0)
     padded = [row + [PAD] * (n - len(row)) for row in complete]
-    return torch.tensor(padded, dtype=torch.long).reshape(len(rows), n) # also without rows: (0, 0)
+    return torch.tensor(padded, dtype=torch.long).reshape(len(rows), n) # no rows: shape (0, 0)
 
 # %% ../nbs/06_data.ipynb #bat021
 @dataclass
@@ -107,14 +107,14 @@ def token_batches(
         if n > max_tokens:
             raise ValueError(f'pair {i} has {n} tokens, more than max_tokens={max_tokens}: '
                              'raise max_tokens, or truncate the sentences (max_len)')
-    rng = random.Random(f'{seed} {epoch}')
+    rng = random.Random(f'{seed} {epoch}') # one seed from two numbers
     order = list(range(len(lengths)))
     if shuffle:
         rng.shuffle(order)
     order.sort(key=lambda i: longer[i]) # pairs of equal length stay shuffled
     batches = []
     for i in order:
-        if batches and longer[i] * (len(batches[-1]) + 1) <= max_tokens: # i is the longest
+        if batches and longer[i] * (len(batches[-1]) + 1) <= max_tokens: # sorted: i is longest
             batches[-1].append(i)
         else:
             batches.append([i])
@@ -140,7 +140,7 @@ class BatchLoader:
         self.seed = seed
         self.shuffle = shuffle
         self.lengths = [(len(src) + 1, len(tgt) + 1) for src, tgt in pairs]    # with EOS; with BOS
-        self.n_batches = len(token_batches(self.lengths, max_tokens)) # does not depend on the epoch
+        self.n_batches = len(token_batches(self.lengths, max_tokens)) # the same in every epoch
 
     def __len__(self) -> int:
         return self.n_batches
