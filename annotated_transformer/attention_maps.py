@@ -48,12 +48,10 @@ def record_attention(
         calls.append(weights if keep_graph else weights.detach())
         return weights
 
-    recorded = {}
+    recorded = {name: [] for name, m in model.named_modules() if isinstance(m, MultiHeadAttention)}
     with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if isinstance(module, MultiHeadAttention):
-                recorded[name] = []
-                stack.enter_context(change_attention(module, partial(keep, recorded[name])))
+        for name, calls in recorded.items():
+            stack.enter_context(change_attention(model.get_submodule(name), partial(keep, calls)))
         yield recorded
 
 # %% ../nbs/11_attention_maps.ipynb #amap10
@@ -71,8 +69,7 @@ def attention_maps(
     model: nn.Module,        # in eval mode; other designs have their own method `attention_maps`
     src: Int[Tensor, "1 n"], # source ids with EOS
     tgt: Int[Tensor, "1 m"], # target ids from BOS on
-) -> tuple[Float[Tensor, "layers heads n n"] | None, Float[Tensor, "layers heads m m"] | None,
-           Float[Tensor, "layers heads m n"]]: # encoder, decoder, cross
+) -> tuple[Tensor | None, Tensor | None, Tensor]: # encoder, decoder, cross, as in `AttentionMaps`
     "Return the attention weights of every layer and head for one sentence pair."
     if hasattr(model, 'attention_maps'):
         return model.attention_maps(src, tgt)
@@ -90,20 +87,22 @@ def word_indices(
     words: Sequence[str],  # what the tokens spell
 ) -> list[int]: # -1 for tokens that belong to no word
     "Return the index of each token's word. Raises ValueError unless the tokens spell the words."
-    texts = ['' if token in ('<bos>', '<eos>') else token.strip('▁￭') for token in tokens]
+    special = ('<bos>', '<eos>')
+    texts = ['' if token in special else token.strip('▁￭') for token in tokens]
     if ''.join(texts) != ''.join(words):
         raise ValueError(f'the tokens spell {"".join(texts)!r}, the words {"".join(words)!r}')
     word_of_character = [index for index, word in enumerate(words) for _ in word]
-    word_of_character.append(-1) # for a token after the last word
     indices = []
     start = 0
     for token, text in zip(tokens, texts):
-        if len(set(word_of_character[start:start + len(text)])) > 1:
+        found = word_of_character[start:start + max(len(text), 1)] # a lone mark: the next word
+        if len(set(found)) > 1:
             raise ValueError(f'token {token!r} spans several words')
-        indices.append(-1 if token in ('<bos>', '<eos>') else word_of_character[start])
+        indices.append(-1 if token in special or not found else found[0])
         start += len(text)
     return indices
 
+# %% ../nbs/11_attention_maps.ipynb #amap15
 def word_maps(
     weights: Float[Tensor, "*heads m n"], # maps of tokens
     query_words: Sequence[int],           # for each query the index of its word, or -1
@@ -113,9 +112,8 @@ def word_maps(
     # one row per word, with ones at its tokens; + 1 and [1:] drop tokens that belong to no word
     queries = nn.functional.one_hot(torch.tensor(query_words) + 1).T[1:].float() # (words, tokens)
     keys = nn.functional.one_hot(torch.tensor(key_words) + 1).T[1:].float()
-    return queries / queries.sum(1, keepdim=True) @ weights @ keys.T
+    return (queries / queries.sum(1, keepdim=True)) @ weights @ keys.T
 
-# %% ../nbs/11_attention_maps.ipynb #amap15
 def alignment_links(alignment: Iterable) -> set[tuple[int, int]]:
     "Return every (source, target) link of groups ((source positions), (target positions))."
     return {(s, t) for sources, targets in alignment for s in sources for t in targets}
@@ -137,12 +135,12 @@ def alignment_error_rate(
 def head_statistics(
     maps: Sequence[Float[Tensor, "layers heads _ _"]], # self-attention, one tensor per sentence
 ) -> dict[str, Float[Tensor, "layers heads"]]:
-    "Return means over all queries that have such a key: entropy in nats, and weights."
+    "Return means over all queries: entropy of the row (nats), weight on the token of that name."
     measures = {
         'entropy': lambda w: -(w * w.clamp(min=1e-12).log()).sum(-1),
-        'same': lambda w: w.diagonal(0, -2, -1),
-        'previous': lambda w: w.diagonal(-1, -2, -1),
-        'next': lambda w: w.diagonal(1, -2, -1),
+        'same': lambda w: w.diagonal(offset=0, dim1=-2, dim2=-1),
+        'previous': lambda w: w.diagonal(offset=-1, dim1=-2, dim2=-1),
+        'next': lambda w: w.diagonal(offset=1, dim1=-2, dim2=-1),
         'first': lambda w: w[..., 0],
         'last': lambda w: w[..., -1],
     }
