@@ -69,7 +69,7 @@ class Transformer(nn.Module):
             for parameter in stack.parameters():
                 if parameter.dim() > 1:
                     nn.init.xavier_uniform_(parameter)
-        for module in (self.src_embed, self.tgt_embed, self.lm_head):
+        for module in (self.src_embed, self.tgt_embed, self.lm_head): # the same tensor if tied
             nn.init.normal_(module.weight, std=self.config.d_model ** -0.5)
 
     def encode(
@@ -138,8 +138,8 @@ def count_parameters(model: nn.Module) -> int:
 
 # %% ../nbs/04_transformer.ipynb #trans21
 PRESETS = {
-    'toy': TransformerConfig(n_layers=2, d_model=128, d_ff=256, n_heads=4),
-    'tiny': TransformerConfig(n_layers=4, d_model=128, d_ff=256, n_heads=4),
-    'base': TransformerConfig(),
-    'big': TransformerConfig(d_model=1024, d_ff=4096, n_heads=16, dropout=0.3),
+    'toy': TransformerConfig(n_layers=2, d_model=128, d_ff=256, n_heads=4),     # made-up languages
+    'tiny': TransformerConfig(n_layers=4, d_model=128, d_ff=256, n_heads=4),    # small corpora
+    'base': TransformerConfig(),                                                # Table 3
+    'big': TransformerConfig(d_model=1024, d_ff=4096, n_heads=16, dropout=0.3), # Table 3
 }
