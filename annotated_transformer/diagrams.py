@@ -199,7 +199,7 @@ def tour() -> None:
             arrow(ax, below.top, above.bottom)
     frame(ax, src - 1.28, 2.43, src + 1.28, 4.1, 'encoder', '× n_layers')
     frame(ax, tgt - 1.28, 2.43, tgt + 1.28, 4.78, 'decoder', '× n_layers')
-    sides = [(src, 'src', 'attends to all source tokens'), (tgt, 'tgt', 'attends to earlier tokens')]
+    sides = [(src, 'src', 'attends to all source tokens'), (tgt, 'tgt', 'attends to tokens so far')]
     both = [[part(x, 1.44, f'{side}_embed', 'one vector per token', GOLD, '04'),
              part(x, 2.1, f'{side}_positions', 'adds the position', PINK, '02'),
              part(x, 2.85, 'self_attention', note, PURPLE, '01')]
