@@ -30,10 +30,10 @@ COMMANDS = { # name: module and class, and what the list of commands says
     'evaluate': ('commands', 'Evaluate', 'Score a model, or any translations, with BLEU and chrF'),
     'translate': ('commands', 'Translate', 'Translate sentences, a file, or the standard input'),
     'attention': ('commands', 'Attention', 'Write an interactive page of the attention weights for a sentence'),
-    'average': ('commands', 'Average', "Average a run's checkpoints into a new model"),
-    'import-marian': ('commands', 'ImportMarian', 'Convert a Marian or OPUS-MT model'),
-    'export': ('commands', 'Export', 'Convert a model for CTranslate2 or Marian'),
-    'serve': ('commands', 'Serve', 'Translate over HTTP, for browsers and other programs'),
+    'average': ('model_commands', 'Average', "Average a run's checkpoints into a new model"),
+    'import-marian': ('model_commands', 'ImportMarian', 'Convert a Marian or OPUS-MT model'),
+    'export': ('model_commands', 'Export', 'Convert a model for CTranslate2 or Marian'),
+    'serve': ('model_commands', 'Serve', 'Translate over HTTP, for browsers and other programs'),
     'demo': ('train_command', 'Demo', 'Train, translate and score the toy translator in a few minutes'),
 }
 

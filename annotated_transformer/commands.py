@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['SEARCH', 'NAMES', 'TEXTS', 'own_decoding', 'load', 'own_corpus', 'Evaluate', 'check_lines', 'search_settings',
-           'Translate', 'Attention', 'Average', 'ImportMarian', 'Export', 'Serve']
+           'Translate', 'Attention']
 
 # %% ../nbs/61_commands.ipynb #cmd004
 import json
@@ -16,19 +16,17 @@ from typing import Any, Literal
 
 import tyro
 
-from .checkpoints import (
-    Progress, average_checkpoints, best_steps, list_checkpoints, read_log, training_record)
+from .checkpoints import training_record
 from .command_options import Command, Common, Option
 from .corpora import CORPORA, TEXT_OPTIONS, CorpusConfig, load_corpus
 from .files import checksum, read_json
-from .hub import write_model_card
 from .inference import DecodingConfig
 from .line_translation import (
     DirectOutput, PartialOutput, check_output, live_lines, skip_done, write_lines)
 from .parallel_text import raw_lines, stream_lines, zip_lines
 from .score_report import (
     PICTURES, counted, describe, phenomenon_scores, report, require_matplotlib, save_plot)
-from .server import ServerConfig, serve
+from .text_streams import SentenceSplitter
 from .train_command import chosen_device
 from .translator import SHIPPED, Translator, decoding_config
 
@@ -242,7 +240,8 @@ class Translate(Command):
     output: Path | None = None # file to write, gzipped if it ends in .gz (left out: the standard output)
     overwrite: bool = False    # replace an output file that exists
     prefix: str = ''           # text that every translation begins with
-    on_error: Literal['warn', 'raise'] = 'warn' # lines that are not UTF-8: warn and leave them empty, or stop
+    split_sentences: bool = False # translate each sentence of a line by itself: for paragraphs
+    on_error: Literal['skip', 'stop'] = 'skip' # lines that are not UTF-8: leave them empty and warn, or stop
     batch_tokens: int = 4096   # padded source tokens times beam size to translate at once; fewer need less memory
     buffer_size: int = 512     # lines to read and sort by length before they are translated
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
@@ -251,8 +250,8 @@ class Translate(Command):
     NAMES = NAMES
     TEXTS = TEXTS | {'n_best': 'translations of each sentence; more than one: each line has a number, a score, a text'}
     GROUPS = {
-        '': ('', ('text', 'model', 'input', 'output', 'overwrite', 'beam_size', 'n_best', 'device', 'threads', 'config',
-                  'save_config')),
+        '': ('', ('text', 'model', 'input', 'output', 'overwrite', 'split_sentences', 'beam_size', 'n_best', 'device',
+                  'threads', 'config', 'save_config')),
         'search': SEARCH,
         'expert': ('', ('prefix', 'on_error', 'batch_tokens', 'buffer_size')),
     }
@@ -265,21 +264,33 @@ class Translate(Command):
     def __call__(self) -> None:
         if self.text and self.input:
             raise ValueError('give sentences or --input, not both')
+        if self.split_sentences and (self.prefix or self.decoding.n_best > 1):
+            raise ValueError('--split-sentences joins the translations of several sentences: leave --prefix and --n-best '
+                             'out')
         if self.output:
             check_output(self.output, filter(None, [self.input]), self.overwrite)
         output = self.open_output()
         translator = load(self.model, self.common)
         lines, total = self.lines(translator)
         with output as file:
+            lines = skip_done(lines, file.n_done)
+            if self.split_sentences:
+                splitter = SentenceSplitter(translator.tokenizer.langs[0], self.on_error == 'stop')
+                lines = splitter.split(lines)
+                total = None
             found = translator.translate_n_best(
-                skip_done(lines, file.n_done), self.decoding.n_best, progress_bar=total is not None,
+                lines, self.decoding.n_best, progress_bar=total is not None or self.split_sentences and bool(self.output),
                 on_error=self.on_error, prefix=self.prefix or None, batch_tokens=self.batch_tokens,
                 buffer_size=self.buffer_size, total=total, **search_settings(self.decoding))
+            if self.split_sentences:
+                found = splitter.join(sentence[0].text for sentence in found)
             n_skipped = file.n_done
             for number, translations in enumerate(found, 1):
                 if number <= n_skipped:
                     continue
-                if self.decoding.n_best == 1:
+                if self.split_sentences:
+                    file.write([translations])
+                elif self.decoding.n_best == 1:
                     file.write([translations[0].text])
                 else:
                     file.write(f'{number}\t{way.normalized_score:.4f}\t{way.text}' for way in translations)
@@ -297,7 +308,7 @@ class Translate(Command):
         settings = None
         if self.input and self.input.is_file():
             settings = {'input': checksum(self.input), 'model': checksum((self.model or SHIPPED) / 'model.safetensors'),
-                        'search': asdict(self.decoding), 'prefix': self.prefix}
+                        'search': asdict(self.decoding), 'prefix': self.prefix, 'split_sentences': self.split_sentences}
         file = PartialOutput(self.output, settings, self.overwrite, self.decoding.n_best > 1)
         if file.n_done:
             print(f'{file.partial} holds {counted(file.n_done, "translation")}: continuing after them', file=sys.stderr)
@@ -339,108 +350,3 @@ class Attention(Command):
         translator = load(self.model, self.common)
         translator.explore(self.text, self.translation).save(self.output)
         print(f'{self.output} is written: open it in a browser')
-
-# %% ../nbs/61_commands.ipynb #cmd019
-@dataclass(frozen=True)
-class Average(Command):
-    "Average the weights of a run's checkpoints into a new model folder."
-    run: tyro.conf.Positional[Path] # folder of a training run
-    out: Path | None = None         # new folder (left out: RUN/averaged-last-N or RUN/averaged-best-N)
-    n: int = 5                      # checkpoints to average
-    best: bool = False              # average the best checkpoints, not the last
-    monitor: Literal['val_loss', 'val_bleu'] | None = None # with --best: what decides (left out: val_loss)
-    common: Common = field(default_factory=Common)
-
-    def __call__(self) -> None:
-        if self.n < 1:
-            raise ValueError(f'n={self.n} must be at least 1')
-        if self.monitor and not self.best:
-            raise ValueError('--monitor says what is best: add --best')
-        kind = 'best' if self.best else 'last'
-        rows = read_log(self.run / 'log.jsonl')
-        monitor = self.monitor or 'val_loss'
-        steps = best_steps(rows, monitor, self.n) if self.best else self.last_steps(rows)
-        if not steps:
-            raise ValueError(f'{self.run} has no {monitor} in its log')
-        names = [Progress(step).name for step in steps]
-        found = [folder for folder in list_checkpoints(self.run) if folder.name in names]
-        if len(found) < self.n:
-            raise ValueError(f'{self.run} keeps {len(found)} of its {self.n} {kind} checkpoints: '
-                             'average fewer with --n, '
-                             'or train with a larger --average-checkpoints or --keep-best')
-        out = average_checkpoints(found, self.out or self.run / f'averaged-{kind}-{self.n}')
-        write_model_card(out)
-        print(f'{out} is the average of {", ".join(folder.name for folder in found)}')
-
-    def last_steps(self, rows: list[dict]) -> list[int]:
-        "Return the last steps with a validation on schedule, and the final one; a run may keep other checkpoints."
-        every = read_json(self.run / 'run.json').get('training', {}).get('save_every', 1)
-        validated = [row['step'] for row in rows if 'val_loss' in row]
-        return [step for step in validated if step % every == 0 or step == rows[-1]['step']][-self.n:]
-
-# %% ../nbs/61_commands.ipynb #cmd020
-@dataclass(frozen=True)
-class ImportMarian(Command):
-    "Convert a Marian or OPUS-MT model from the Hugging Face Hub. Needs: pip install 'annotated_transformer[marian]'"
-    folder: tyro.conf.Positional[Path] # holds config.json, weights, source.spm, target.spm and vocab.json
-    out: Path                          # new model folder
-    common: Common = field(default_factory=Common)
-
-    def __call__(self) -> None:
-        from annotated_transformer.interop import import_marian
-        import_marian(self.folder, self.out)
-        write_model_card(self.out)
-        print(f'{self.out} is written. Next: annotated-transformer translate --model {self.out} "A sentence."')
-
-@dataclass(frozen=True)
-class Export(Command):
-    """Convert a model for another program: CTranslate2, which serves it fast, or Marian as transformers reads it.
-
-    CTranslate2 needs: pip install 'annotated_transformer[ctranslate2]'
-    """
-    model: tyro.conf.Positional[Path]    # a model's folder
-    to: Literal['ctranslate2', 'marian'] # the other program
-    out: Path                            # new folder
-    quantization: Literal['float32', 'float16', 'int8', 'int8_float32', 'int8_float16'] = 'float32' # for ctranslate2
-    common: Common = field(default_factory=Common)
-
-    def __call__(self) -> None:
-        from annotated_transformer.interop import export_ctranslate2, export_marian
-        if self.to == 'ctranslate2':
-            export_ctranslate2(self.model, self.out, None if self.quantization == 'float32' else self.quantization)
-        elif self.quantization != 'float32':
-            raise ValueError(f'quantization={self.quantization} is an option of ctranslate2: Marian stores float32')
-        else:
-            export_marian(self.model, self.out)
-        print(f'{self.out} is written')
-
-# %% ../nbs/61_commands.ipynb #cmd023
-@dataclass(frozen=True)
-class Serve(Command):
-    """Serve a model over HTTP, with the interface of LibreTranslate, until Ctrl-C.
-
-    Open the address that it prints in a browser to try it. Needs: pip install 'annotated_transformer[serve]'
-    """
-    model: Path | None = None # a model's folder (left out: the bundled toy English-German model)
-    server: ServerConfig = field(default_factory=ServerConfig)
-    common: Common = field(default_factory=Common)
-
-    TEXTS = {
-        'max_waiting': 'sentences that may wait; a request beyond that is refused with status 429',
-        'max_sentences': 'sentences in one request; a request with more is refused with status 413',
-        'max_bytes': 'bytes in one request; a request with more is refused with status 413',
-        'max_attention': 'requests for attention weights that may wait; one beyond that is refused with status 429',
-        'timeout': 'seconds for one request; one that takes longer gets status 408 or 504',
-    }
-    GROUPS = {
-        '': ('', ('model', 'host', 'port', 'api_key', 'device', 'threads', 'config', 'save_config')),
-        'limit': ('', ('max_batch', 'max_wait', 'max_waiting', 'max_sentences', 'max_bytes', 'timeout',
-                      'max_attention')),
-    }
-    REST = 'limit'
-
-    def __call__(self) -> None:
-        translator = load(self.model, self.common)
-        source, target = translator.tokenizer.langs
-        serve(translator, self.server, lambda address: print(
-            f'Translating {source} to {target} at {address}. Ctrl-C ends.', flush=True))

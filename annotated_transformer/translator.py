@@ -303,7 +303,7 @@ class TranslateSettings(TypedDict, total=False):
     patience: float | None
     batch_tokens: int
     buffer_size: int
-    on_error: Literal['warn', 'raise']
+    on_error: Literal['skip', 'stop']
     progress_bar: bool
     total: int | None
 
@@ -363,7 +363,7 @@ class Translator(ScoringModel):
         patience: float | None = None,              # math.inf: search until no active hypothesis can win
         batch_tokens: int = 4096,                   # padded source tokens times beam size that are decoded at once
         buffer_size: int = 2048,                    # sentences of an iterable that are read and sorted together
-        on_error: Literal['warn', 'raise'] = 'warn', # unreadable lines: '' and a warning, or ValueError
+        on_error: Literal['skip', 'stop'] = 'skip', # unreadable lines: '' and a warning, or ValueError
         progress_bar: bool = False,
         total: int | None = None,                   # number of sentences of an iterable, for the progress bar
     ): # str for a sentence, list[str] for a list or tuple, Iterator[str] for any other iterable
@@ -398,7 +398,7 @@ class Translator(ScoringModel):
         prefix=None,
         batch_tokens=4096,
         buffer_size=2048,
-        on_error='warn',
+        on_error='skip',
         progress_bar=False,
         total=None,
         **settings,  # as for `translate`: beam_size, length_penalty, ..., patience
@@ -408,8 +408,8 @@ class Translator(ScoringModel):
         Raises TypeError if `text` is not text, ValueError for settings out of range.
         """
         require(text, str, bytes, Iterable)
-        if on_error not in ('warn', 'raise'):
-            raise ValueError(f"on_error={on_error!r} must be 'warn' or 'raise'")
+        if on_error not in ('skip', 'stop'):
+            raise ValueError(f"on_error={on_error!r} must be 'skip' or 'stop'")
         for name, value in [('batch_tokens', batch_tokens), ('buffer_size', buffer_size)]:
             if value < 1:
                 raise ValueError(f'{name}={value} must be at least 1')
@@ -423,7 +423,7 @@ class Translator(ScoringModel):
         if is_single or is_list: # group all sentences at once
             total = len(texts)
             buffers = [list(items)]
-        results = translate_stream(self, buffers, config, batch_tokens, on_error == 'raise', progress_bar, total)
+        results = translate_stream(self, buffers, config, batch_tokens, on_error == 'stop', progress_bar, total)
         if is_single:
             return list(results)[0]
         return list(results) if is_list else results

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from annotated_transformer import cli, commands, train_command
+from annotated_transformer import cli, model_commands, train_command
 from annotated_transformer.checkpoints import list_checkpoints
 from annotated_transformer.cli import COMMANDS, main, parse
 from annotated_transformer.command_options import named_as_typed, plain_error
@@ -378,7 +378,7 @@ def test_lines_that_are_not_text(monkeypatch, run, fails):
     assert printed.out.split('\n') == ['Die Katze schläft.', '', 'Der Hund schläft.', '']
     assert len(printed.err.splitlines()) == 1 and '1 of 3 lines' in printed.err and 'line 2: not UTF-8' in printed.err
     monkeypatch.setattr(sys, 'stdin', Pipe(data))
-    assert 'line 2' in fails('translate', '--on-error', 'raise')
+    assert 'line 2' in fails('translate', '--on-error', 'stop')
 
 
 def test_a_file_becomes_a_file(tmp_path, run, fails):
@@ -449,6 +449,35 @@ def test_an_interrupted_translation_continues(tmp_path, monkeypatch, capsys, run
     assert sorted(path.name for path in tmp_path.iterdir()) == ['in.txt', 'out.txt']
 
 
+def test_paragraphs_are_translated_sentence_by_sentence(tmp_path, monkeypatch, run, fails):
+    source, out = tmp_path / 'in.txt', tmp_path / 'out.txt'
+    source.write_text('The cat sleeps. The dog sleeps.\n\nThe man sleeps.\n')
+    args = ['translate', '--input', source, '--output', out, '--split-sentences', '--buffer-size', 1]
+    run(*args)
+    complete = 'Die Katze schläft. Der Hund schläft.\n\nDer Mann schläft.\n'
+    assert out.read_text() == complete
+    out.unlink()
+    with monkeypatch.context() as patch: # after the first line, which has two sentences
+        interrupt_after(patch, 3)
+        with pytest.raises(SystemExit):
+            main([str(arg) for arg in args])
+    assert 0 < len((tmp_path / 'out.txt.partial').read_text()) < len(complete)
+    assert 'left from a command with another' in fails(*[arg for arg in args if arg != '--split-sentences'])
+    run(*args)
+    assert out.read_text() == complete
+    assert 'leave --prefix and --n-best out' in fails('translate', '--split-sentences', '--n-best', 2, 'A dog.')
+
+
+def test_a_pipe_of_paragraphs_is_answered_line_by_line(monkeypatch, run):
+    monkeypatch.setattr(sys, 'stdin', Pipe(b'The cat sleeps. The dog sleeps.\n'))
+    assert run('translate', '--split-sentences').out == 'Die Katze schläft. Der Hund schläft.\n'
+
+
+def test_the_missing_splitter_is_named(monkeypatch, fails):
+    monkeypatch.setitem(sys.modules, 'sentencex', None)
+    assert 'annotated_transformer[split]' in fails('translate', '--split-sentences', 'A dog. A cat.')
+
+
 def test_a_partial_output_of_other_input_is_kept(tmp_path, fails):
     source, out = tmp_path / 'in.txt', tmp_path / 'out.txt'
     source.write_text('The cat sleeps.\n')
@@ -463,7 +492,7 @@ def test_a_partial_output_of_other_input_is_kept(tmp_path, fails):
 
 def test_nothing_is_left_when_nothing_was_translated(tmp_path, fails):
     (tmp_path / 'in.txt').write_bytes(b'\xff\n')
-    fails('translate', '--input', tmp_path / 'in.txt', '--output', tmp_path / 'out.txt', '--on-error', 'raise')
+    fails('translate', '--input', tmp_path / 'in.txt', '--output', tmp_path / 'out.txt', '--on-error', 'stop')
     assert [path.name for path in tmp_path.iterdir()] == ['in.txt']
 
 
@@ -566,7 +595,7 @@ def test_average(trained, run, fails, tmp_path):
 def test_the_last_checkpoints_are_those_on_schedule(tmp_path):
     (tmp_path / 'run.json').write_text('{"training": {"save_every": 100}}')
     rows = [{'step': step, 'val_loss': 1.0} for step in (100, 200, 300, 350, 400, 450)]
-    assert commands.Average(tmp_path, n=3).last_steps(rows) == [300, 400, 450] # 350: an interruption
+    assert model_commands.Average(tmp_path, n=3).last_steps(rows) == [300, 400, 450] # 350: an interruption
 
 
 def test_attention_is_a_page(run, fails, tmp_path):
@@ -598,7 +627,7 @@ def test_export_and_import(tmp_path, fails, run):
 
 def test_options_of_serve_reach_the_server(monkeypatch, run):
     served = []
-    monkeypatch.setattr(commands, 'serve', lambda translator, config, on_start: served.append((translator, config)))
+    monkeypatch.setattr(model_commands, 'serve', lambda translator, config, on_start: served.append((translator, config)))
     run('serve', '--host', '0.0.0.0', '--port', 0, '--api-key', 'secret', '--max-batch', 8, '--max-waiting', 9,
         '--max-sentences', 7, '--max-bytes', 500, '--timeout', 2.5, '--max-wait', 0.5, '--device', 'cpu')
     translator, config = served[0]

@@ -29,6 +29,7 @@ FLOORS = {
     7: 'recipe',
     8: 'server train_command',
     8.5: 'commands',
+    8.7: 'model_commands',
     9: 'cli',
     10: '__main__',
 }

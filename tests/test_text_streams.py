@@ -3,7 +3,7 @@ import warnings
 
 import pytest
 
-from annotated_transformer.text_streams import InputReport, buffered, length_groups, to_text
+from annotated_transformer.text_streams import FLUSH, InputReport, SentenceSplitter, buffered, length_groups, to_text
 
 
 def test_groups_hold_similar_lengths_and_every_sentence_once():
@@ -56,8 +56,8 @@ def test_the_report_counts_and_warns_once():
     with pytest.warns(UserWarning) as caught:
         report.warn()
     truncated, unreadable = [str(w.message) for w in caught]
-    assert truncated.startswith('2 of 4 titles were truncated to 3 tokens')
-    assert 'the first is number 2, the longest has 9 tokens' in truncated
+    assert truncated.startswith('truncated to 3 tokens')
+    assert '2 of 4 titles (number 2, 4; ' in truncated and 'the longest has 9 tokens' in truncated
     assert unreadable.startswith('2 of 4 lines could not be read') and 'line 2: expected text' in unreadable
 
 
@@ -75,3 +75,35 @@ def test_a_strict_report_names_the_line():
     report.read('a')
     with pytest.raises(ValueError, match='line 2: not UTF-8'):
         report.read(b'\xff')
+
+
+def test_a_report_names_at_most_five_truncated_lines():
+    report = InputReport(max_tokens=1)
+    report.truncate([[5, 5]] * 1000)
+    with pytest.warns(UserWarning, match='1000 of 1000 sentences .number 1, 2, 3, 4, 5, ...; the longest has 2 tokens'):
+        report.warn()
+    assert len(report.truncated) == 5
+
+
+def test_paragraphs_are_split_and_joined_line_by_line():
+    splitter = SentenceSplitter('en')
+    lines = ['Dr. Smith sleeps. The dog sees 3.5 cats! Does it?', '', '   ', FLUSH, b'One sentence', 'A.  B.']
+    sentences = list(splitter.split(lines))
+    assert sentences == ['Dr. Smith sleeps.', 'The dog sees 3.5 cats!', 'Does it?', '', '', FLUSH, 'One sentence',
+                         'A.  B.']
+    translations = [text.upper() for text in sentences if text is not FLUSH]
+    assert list(splitter.join(translations)) == [
+        'DR. SMITH SLEEPS. THE DOG SEES 3.5 CATS! DOES IT?', '', '', 'ONE SENTENCE', 'A.  B.']
+
+
+def test_a_line_is_joined_as_soon_as_its_last_sentence_is_translated():
+    splitter = SentenceSplitter('en')
+    joined = splitter.join(splitter.split(['The cat sleeps. The dog sleeps.', 'The cow sleeps.']))
+    assert next(joined) == 'The cat sleeps. The dog sleeps.'
+
+
+def test_splitting_reports_unreadable_lines():
+    with pytest.warns(UserWarning, match='1 of 2 lines could not be read'):
+        assert list(SentenceSplitter('en').split(['The cat sleeps.', b'\xff'])) == ['The cat sleeps.', '']
+    with pytest.raises(ValueError, match='line 2: not UTF-8'):
+        list(SentenceSplitter('en', strict=True).split(['The cat sleeps.', b'\xff']))
