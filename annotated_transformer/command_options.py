@@ -2,9 +2,9 @@
 
 # %% auto #0
 __all__ = ['METAVARS', 'GROUPS_TYPE', 'Option', 'Common', 'comments', 'strip_none', 'strip_annotations', 'is_union',
-           'nested_dataclass', 'options_of', 'build', 'choices_of', 'metavar', 'parsed_type', 'help_text',
-           'default_hint', 'grouped', 'parser_class', 'parse_options', 'flat_values', 'plain_error', 'with_suggestion',
-           'named_as_typed', 'read_config', 'checked_value', 'config_text', 'Command', 'peek']
+           'nested_dataclass', 'options_of', 'build', 'choices_of', 'takes_several', 'metavar', 'parsed_type',
+           'help_text', 'default_hint', 'grouped', 'parser_class', 'parse_options', 'flat_values', 'plain_error',
+           'with_suggestion', 'named_as_typed', 'read_config', 'checked_value', 'config_text', 'Command', 'peek']
 
 # %% ../nbs/60_command_options.ipynb #cop004
 import contextlib
@@ -131,6 +131,11 @@ def choices_of(kind: Any) -> tuple[Any, ...]:
 
 METAVARS = {int: 'INT', float: 'NUMBER', str: 'TEXT', Path: 'PATH'} # what help calls a value
 
+def takes_several(option: Option) -> bool:
+    "True for an option that takes one path or several."
+    alternatives = strip_none(option.kind)
+    return Path in alternatives and any(typing.get_origin(kind) is Sequence for kind in alternatives)
+
 def metavar(option: Option) -> str | None: # None: a flag without a value
     "Return what help calls the value of an option."
     if option.is_positional:
@@ -138,7 +143,7 @@ def metavar(option: Option) -> str | None: # None: a flag without a value
         return f'[{name} ...]' if typing.get_origin(option.kind) is tuple else name
     for kind in (Path, float, int, str):
         if kind in strip_none(option.kind):
-            return METAVARS[kind]
+            return f'{METAVARS[kind]} ...' if takes_several(option) else METAVARS[kind]
     choices = choices_of(option.kind)
     return '{' + ','.join(choices) + '}' if choices else None
 
@@ -146,7 +151,7 @@ def parsed_type(option: Option) -> Any:
     "Return the type that tyro parses: of text and paths, paths."
     alternatives = strip_none(option.kind)
     if Path in alternatives:
-        alternatives = (Path,)
+        alternatives = (tuple[Path, ...],) if takes_several(option) else (Path,)
     can_be_none = type(None) in typing.get_args(option.kind)
     kind = typing.Union[alternatives]
     return kind | None if can_be_none else kind
@@ -208,7 +213,9 @@ def parser_class(
             if option.default is MISSING:
                 made.insert(0, (option.name, kind)) # dataclasses want fields without a default first
             else:
-                made.append((option.name, kind, field(default=option.default)))
+                is_one_of_several = takes_several(option) and isinstance(option.default, (str, Path))
+                default = (Path(option.default),) if is_one_of_several else option.default
+                made.append((option.name, kind, field(default=default)))
         return made
 
     members = grouped(options, groups, rest)
@@ -322,6 +329,8 @@ def checked_value(path: Path, option: Option, value: Any) -> Any:
         return tuple(value)
     if Path in alternatives and isinstance(value, str):
         return Path(value)
+    if takes_several(option) and isinstance(value, list) and all(isinstance(file, str) for file in value):
+        return tuple(Path(file) for file in value)
     if float in alternatives and type(value) is int:
         return float(value)
     is_right = type(value) in alternatives or value in choices_of(option.kind)

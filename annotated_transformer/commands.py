@@ -265,8 +265,8 @@ class Translate(Command):
         if self.text and self.input:
             raise ValueError('give sentences or --input, not both')
         if self.split_sentences and (self.prefix or self.decoding.n_best > 1):
-            raise ValueError('--split-sentences joins the translations of several sentences: leave --prefix and --n-best '
-                             'out')
+            raise ValueError('--split-sentences joins the translations of several sentences: '
+                             'leave --prefix and --n-best out')
         if self.output:
             check_output(self.output, filter(None, [self.input]), self.overwrite)
         output = self.open_output()
@@ -277,9 +277,10 @@ class Translate(Command):
             if self.split_sentences:
                 splitter = SentenceSplitter(translator.tokenizer.langs[0], self.on_error == 'stop')
                 lines = splitter.split(lines)
-                total = None
+                total = None # the number of sentences is not known
+            progress_bar = self.output is not None if self.split_sentences else total is not None
             found = translator.translate_n_best(
-                lines, self.decoding.n_best, progress_bar=total is not None or self.split_sentences and bool(self.output),
+                lines, self.decoding.n_best, progress_bar=progress_bar,
                 on_error=self.on_error, prefix=self.prefix or None, batch_tokens=self.batch_tokens,
                 buffer_size=self.buffer_size, total=total, **search_settings(self.decoding))
             if self.split_sentences:

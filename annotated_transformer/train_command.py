@@ -253,9 +253,9 @@ class Train(Command):
     }
     TEXTS = {
         'corpus': 'which sentence pairs (left out: tsv with --tsv, files with --src and --tgt, else toy-ende)',
-        'tsv': 'table to train on, one sentence pair on each line: source, tab, target',
-        'src': 'text to train on, one sentence on each line',
-        'tgt': 'its translations, line by line',
+        'tsv': 'table to train on, or several: one sentence pair on each line: source, tab, target',
+        'src': 'text to train on, or several: one sentence on each line',
+        'tgt': 'translations, file by file and line by line',
         'start_from': "a trained model's folder: continue with its weights and its vocabulary on other data",
         'vocab_size': 'largest number of tokens, shared by source and target (section 5.1)',
         'positions': 'how the model knows positions; rotary and alibi are newer than the paper (section 3.5)',

@@ -623,6 +623,21 @@ def test_export_and_import(tmp_path, fails, run):
     assert (tmp_path / 'marian/config.json').is_file()
 
 
+def test_several_tables_train_one_model(tmp_path, run, fails):
+    tables = [write_tsv(tmp_path / 'a.tsv', PAIRS[:20]), write_tsv(tmp_path / 'b.tsv', PAIRS[20:])]
+    args = ['train', '--tsv', *tables, '--out', tmp_path / 'run', *SMALL]
+    assert 'data        44 pairs' in run(*args).out # of 60, 8 and 8 of them held out
+    assert 'already finished' in run(*args).out
+    moved = tables[0].rename(tmp_path / 'moved.tsv')
+    assert 'already finished' in run('train', '--tsv', moved, tables[1], '--out', tmp_path / 'run', *SMALL).out
+    assert 'other settings' in fails('train', '--tsv', moved, '--out', tmp_path / 'run', *SMALL)
+    swapped = fails('train', '--tsv', tables[1], moved, '--out', tmp_path / 'run', *SMALL)
+    assert 'moved.tsv has changed' in swapped and 'b.tsv has changed' in swapped
+    run('train', '--config', tmp_path / 'run/run.json', '--save-config', tmp_path / 'settings.json')
+    assert json.loads((tmp_path / 'settings.json').read_text())['tsv'] == [str(moved), str(tables[1])]
+    assert 'src names 2, tgt names 1' in fails('train', '--src', 'a', 'b', '--tgt', 'c')
+
+
 # --- serve
 
 def test_options_of_serve_reach_the_server(monkeypatch, run):

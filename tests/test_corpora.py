@@ -234,7 +234,7 @@ def test_unknown_split():
 
 def test_configurations_survive_json():
     for config in (CorpusConfig(), CorpusConfig('multi30k', 'fr-de', data_dir='x'),
-                   CorpusConfig('files', src='a', tgt=Path('b'))):
+                   CorpusConfig('files', src='a', tgt=Path('b')), CorpusConfig('tsv', tsv=['a', Path('b')])):
         assert CorpusConfig(**json.loads(json.dumps(asdict(config), default=str))) == config
     assert CorpusConfig('files', src='a', tgt='b').files == [Path('a'), Path('b')]
 
@@ -764,3 +764,32 @@ def test_a_flipped_bit(tmp_path):
     shutil.copy(DATA/'val.de.gz', tmp_path)
     with pytest.raises(ValueError, match='corrupted'):
         load_corpus('multi30k', data_dir=tmp_path)['val']
+
+
+# --- several files
+
+@pytest.mark.parametrize('on_disk', [False, True])
+def test_several_files_are_one_corpus(tmp_path, on_disk):
+    pairs = [(f'sentence {n} .', f'Satz {n} .') for n in range(60)]
+    for name, part in (('a', pairs[:20]), ('b', pairs[20:])):
+        (tmp_path / f'{name}.tsv').write_text(''.join(f'{src}\t{tgt}\n' for src, tgt in part))
+        for lang, side in (('en', 0), ('de', 1)):
+            (tmp_path / f'{name}.{lang}').write_text(''.join(f'{pair[side]}\n' for pair in part))
+    paths = {lang: [tmp_path / f'a.{lang}', str(tmp_path / f'b.{lang}')] for lang in ('en', 'de', 'tsv')}
+    tables = load_corpus('tsv', tsv=paths['tsv'], held_out=5, on_disk=on_disk)
+    files = load_corpus('files', src=paths['en'], tgt=paths['de'], held_out=5, on_disk=on_disk)
+    for corpus in (tables, files):
+        assert sorted(pair for split in ('train', 'val', 'test') for pair in corpus[split]) == sorted(pairs)
+        assert len(list(corpus['val'])) == len(list(corpus['test'])) == 5
+    assert list(tables['train']) == list(files['train'])
+    extra = load_corpus('tsv', tsv=paths['tsv'][0], extra_src=paths['en'], extra_tgt=paths['de'], held_out=2)
+    with pytest.warns(UserWarning, match='b.de|a.de'): # the copies of held-out pairs in a.en
+        assert len(extra['train']) == 20 - 4 + 60 - 4
+
+
+def test_files_that_do_not_go_together():
+    assert CorpusConfig('tsv', tsv=['a', 'b']).tsv == (Path('a'), Path('b'))
+    assert CorpusConfig('tsv', tsv=['a']).tsv == Path('a')
+    assert CorpusConfig('tsv', tsv=['a', 'b']).files == [Path('a'), Path('b')]
+    with pytest.raises(ValueError, match='src names 2, tgt names 1'):
+        CorpusConfig('files', src=['a', 'b'], tgt='c')
