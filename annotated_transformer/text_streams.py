@@ -112,7 +112,8 @@ class InputReport:
             more = ', ...' if self.n_truncated > 5 else ''
             warnings.warn(
                 f'truncated to {self.max_tokens} tokens, the longest text that the model can read: '
-                f'{self.n_truncated} of {self.n_rows} {self.what} (number {numbers}{more}; the longest has {self.longest} tokens)')
+                f'{self.n_truncated} of {self.n_rows} {self.what} '
+                f'(number {numbers}{more}; the longest has {self.longest} tokens)')
         if self.n_unreadable:
             warnings.warn(
                 f'{self.n_unreadable} of {self.n_lines} lines could not be read and got an empty translation; '
