@@ -295,15 +295,17 @@ def target_shift(
 
 def training_loop() -> None:
     "One optimizer step: from a batch over the loss and its gradient to new weights."
-    ax = canvas(7.5, 2.1)
-    data = box(ax, 0.75, 1.75, 'batch', 'src, tgt_in', TEAL, 1.3)
+    ax = canvas(7.5, 2.5)
+    data = box(ax, 0.75, 1.75, 'batch', 'src, tgt_in, tgt_out', TEAL, 1.4)
     model = box(ax, 2.75, 1.75, 'model', 'forward', PURPLE, 1.6)
-    loss = box(ax, 6.35, 1.75, 'label_smoothing_loss', 'compares with tgt_out', RED, 2.0)
+    loss = box(ax, 6.35, 1.75, 'loss', 'cross-entropy', RED, 2.0)
     backward = box(ax, 6.35, 0.4, 'loss.backward()', 'after optimizer.zero_grad()', RED, 2.0)
     step = box(ax, 2.75, 0.4, 'optimizer.step()', 'Adam', GREEN, 1.6)
     rate = box(ax, 0.75, 0.4, 'learning_rate', 'warm-up, decay', GOLD, 1.3)
     arrow(ax, data.right, model.left)
     arrow(ax, model.right, loss.left)
+    arrow(ax, data.top, (data.x, 2.3), (loss.x, 2.3), loss.top)
+    label(ax, 4.45, 2.42, 'tgt_out', 9)
     arrow(ax, loss.bottom, backward.top)
     arrow(ax, backward.left, step.right)
     arrow(ax, rate.right, step.left)

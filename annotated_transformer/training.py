@@ -17,7 +17,7 @@ from .vocabulary import PAD
 
 # %% ../nbs/07_training.ipynb #tra009
 def paper_peak_lr(
-    d_model: int,      # features of each position
+    d_model: int,      # model dimension
     warmup_steps: int, # steps until the learning rate peaks
 ) -> float:
     "Return the largest learning rate of equation 3."
@@ -26,7 +26,7 @@ def paper_peak_lr(
 def learning_rate(
     step: int,         # optimizer step, counted from 1
     peak_lr: float,    # learning rate at step `warmup_steps`; the paper's is `paper_peak_lr`
-    warmup_steps: int, # steps of linear warm-up, at least 1; more steps also make the decay slower
+    warmup_steps: int, # steps of linear warm-up, at least 1; at a fixed peak, more steps also slow the decay
 ) -> float:
     "Return the learning rate of a step (equation 3). ValueError if `warmup_steps` is below 1."
     if warmup_steps < 1:
@@ -50,8 +50,8 @@ def label_smoothing_loss(
     logits: Float[Tensor, "*batch vocab_size"],
     targets: Int[Tensor, "*batch"],  # ids of the correct tokens
     label_smoothing: float = 0.1,    # probability that is spread evenly over the vocabulary
-    ignore_index: int | None = None, # id of a target that does not count: padding
-) -> Float[Tensor, ""]: # a scalar: nats per target that counts
+    ignore_index: int | None = None, # id of targets to ignore: padding
+) -> Float[Tensor, ""]: # a scalar: nats per target that is not ignored
     "Return the mean cross-entropy against smoothed labels (section 5.4)."
     log_probs = logits.log_softmax(-1)
     correct = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
@@ -73,7 +73,7 @@ def batch_loss(
     batch: Batch,
     label_smoothing: float = 0.0,  # probability that is spread evenly over the vocabulary
 ) -> Float[Tensor, ""]: # nats per target token, padding excluded
-    "Teacher forcing: the decoder reads the correct tokens, and predicts each next one."
+    "Return the loss under teacher forcing: the decoder reads the correct tokens, and predicts each next one."
     logits = model(batch.src, batch.tgt_in)
     return label_smoothing_loss(logits, batch.tgt_out, label_smoothing, ignore_index=PAD)
 
@@ -96,10 +96,13 @@ def train_step(
 # %% ../nbs/07_training.ipynb #tra019
 @torch.no_grad()
 def validate(
-    model: nn.Module,         # is in eval mode afterwards
+    model: nn.Module,
     batches: Iterable[Batch], # on the model's device
 ) -> float: # nats per target token
-    "Return the validation loss: no dropout, no label smoothing, each token with the same weight."
+    """Return the validation loss: no dropout, no label smoothing.
+
+    Batches differ in size, so the sum is divided by the number of tokens. Leaves the model in eval mode.
+    """
     model.eval()
     total_loss = 0.0
     total_tokens = 0
@@ -109,7 +112,7 @@ def validate(
     return total_loss / total_tokens
 
 def train(
-    model: nn.Module,                  # is on the device and in eval mode afterwards
+    model: nn.Module,                  # moved to the device
     loader: BatchLoader,               # training batches
     n_epochs: int,                     # passes over the training pairs
     peak_lr: float,                    # largest learning rate
@@ -118,8 +121,8 @@ def train(
     label_smoothing: float = 0.1,      # probability that is spread evenly over the vocabulary
     device: torch.device | str = 'cpu',
     progress: bool = True,             # print one line for each epoch
-) -> list[dict]: # for each step: step, lr, loss; for the last step of an epoch also val_loss
-    "Train a model (section 5)."
+) -> list[dict]: # for each step: step, lr, smoothed loss; for the last step of an epoch also val_loss
+    "Train a model (section 5), and leave it in eval mode."
     model.to(device)
     optimizer = make_optimizer(model)
     log = []
@@ -143,6 +146,6 @@ def train(
 def average_weights(
     checkpoints: Sequence[dict[str, Tensor]], # weights by name, of one model at several steps
 ) -> dict[str, Tensor]:
-    "Return the mean of each weight over several checkpoints (section 6.1)."
+    "Return the mean of each weight over several checkpoints, in float32 (section 6.1)."
     names = checkpoints[0].keys()
     return {name: torch.stack([c[name].float() for c in checkpoints]).mean(0) for name in names}
