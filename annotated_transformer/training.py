@@ -26,7 +26,7 @@ def paper_peak_lr(
 def learning_rate(
     step: int,         # optimizer step, counted from 1
     peak_lr: float,    # learning rate at step `warmup_steps`; the paper's is `paper_peak_lr`
-    warmup_steps: int, # steps of linear warm-up, at least 1; at a fixed peak, more steps also slow the decay
+    warmup_steps: int, # steps of linear warm-up, at least 1; more also slow the decay
 ) -> float:
     "Return the learning rate of a step (equation 3). ValueError if `warmup_steps` is below 1."
     if warmup_steps < 1:
@@ -73,7 +73,7 @@ def batch_loss(
     batch: Batch,
     label_smoothing: float = 0.0,  # probability that is spread evenly over the vocabulary
 ) -> Float[Tensor, ""]: # nats per target token, padding excluded
-    "Return the loss under teacher forcing: the decoder reads the correct tokens, and predicts each next one."
+    "Return the loss with teacher forcing: the decoder reads the correct previous tokens."
     logits = model(batch.src, batch.tgt_in)
     return label_smoothing_loss(logits, batch.tgt_out, label_smoothing, ignore_index=PAD)
 
@@ -99,10 +99,7 @@ def validate(
     model: nn.Module,
     batches: Iterable[Batch], # on the model's device
 ) -> float: # nats per target token
-    """Return the validation loss: no dropout, no label smoothing.
-
-    Batches differ in size, so the sum is divided by the number of tokens. Leaves the model in eval mode.
-    """
+    "Return the loss per token: no dropout, no label smoothing. Leaves the model in eval mode."
     model.eval()
     total_loss = 0.0
     total_tokens = 0
@@ -121,7 +118,7 @@ def train(
     label_smoothing: float = 0.1,      # probability that is spread evenly over the vocabulary
     device: torch.device | str = 'cpu',
     progress: bool = True,             # print one line for each epoch
-) -> list[dict]: # for each step: step, lr, smoothed loss; for the last step of an epoch also val_loss
+) -> list[dict]: # for each step: step, lr, smoothed loss; at the end of an epoch also val_loss
     "Train a model (section 5), and leave it in eval mode."
     model.to(device)
     optimizer = make_optimizer(model)
