@@ -41,7 +41,7 @@ def change_attention(
 @contextmanager
 def record_attention(
     model: nn.Module,         # any model with `MultiHeadAttention` modules
-    keep_graph: bool = False, # keep what gradients with respect to the weights need
+    keep_graph: bool = False, # keep the autograd graph of the weights
 ) -> Iterator[dict[str, list[Float[Tensor, "batch heads m n"]]]]: # by module name, one per call
     "Record the attention weights of every head while the `with` block runs."
     def keep(calls, weights):
@@ -66,7 +66,7 @@ class AttentionMaps:
 
 @torch.no_grad()
 def attention_maps(
-    model: nn.Module,        # in eval mode; other designs have their own method `attention_maps`
+    model: nn.Module,        # in eval mode; an LSTM has its own method of this name
     src: Int[Tensor, "1 n"], # source ids with EOS
     tgt: Int[Tensor, "1 m"], # target ids from BOS on
 ) -> tuple[Tensor | None, Tensor | None, Tensor]: # encoder, decoder, cross, as in `AttentionMaps`
@@ -75,11 +75,12 @@ def attention_maps(
         return model.attention_maps(src, tgt)
     with record_attention(model) as recorded:
         model(src, tgt)
-    def stack(side, kind):
+
+    def all_layers(side, kind):
         names = [f'{side}.layers.{i}.{kind}' for i in range(len(getattr(model, side).layers))]
         return torch.cat([recorded[name][0] for name in names]).float()
-    return (stack('encoder', 'self_attention'), stack('decoder', 'self_attention'),
-            stack('decoder', 'cross_attention'))
+    return (all_layers('encoder', 'self_attention'), all_layers('decoder', 'self_attention'),
+            all_layers('decoder', 'cross_attention'))
 
 # %% ../nbs/11_attention_maps.ipynb #amap13
 def word_indices(
@@ -135,7 +136,7 @@ def alignment_error_rate(
 def head_statistics(
     maps: Sequence[Float[Tensor, "layers heads _ _"]], # self-attention, one tensor per sentence
 ) -> dict[str, Float[Tensor, "layers heads"]]:
-    "Return means over all queries: entropy of the row (nats), weight on the token of that name."
+    "Return means over queries: entropy of the row (nats), and weight on the token of that name."
     measures = {
         'entropy': lambda w: -(w * w.clamp(min=1e-12).log()).sum(-1),
         'same': lambda w: w.diagonal(offset=0, dim1=-2, dim2=-1),

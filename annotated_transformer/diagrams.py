@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['attention', 'heads', 'positions', 'layer', 'layers', 'norms', 'transformer', 'tour', 'path_lengths', 'text_to_batch',
-           'target_shift', 'training_loop', 'cache', 'beam', 'folder_to_translation', 'networks']
+           'target_shift', 'training_loop', 'pronoun_path', 'cache', 'beam', 'folder_to_translation', 'networks']
 
 # %% ../nbs/92_diagrams.ipynb #diag003
 import numpy as np
@@ -316,6 +316,19 @@ def training_loop() -> None:
     label(ax, 4.45, 0.53, 'gradients', 9)
     label(ax, 2.83, 1.08, 'new weights', 9, ha='left')
 
+def pronoun_path() -> None:
+    "How the gender of a noun reaches the pronoun that stands for it."
+    ax = canvas(7.5, 1.35)
+    noun = box(ax, 0.8, 0.65, 'bird', 'encoder position', BLUE, 1.4)
+    pronoun = box(ax, 3.9, 0.65, 'it', 'encoder position', BLUE, 1.4)
+    written = box(ax, 6.7, 0.65, 'er', 'decoder output', PINK, 1.4)
+    arrow(ax, noun.top, (noun.x, 1.1), (pronoun.x, 1.1), pronoun.top, width=2.2)
+    arrow(ax, noun.bottom, (noun.x, 0.2), (pronoun.x, 0.2), pronoun.bottom, style='--')
+    arrow(ax, pronoun.right, written.left, width=2.2)
+    label(ax, 2.35, 1.22, 'encoder layer 1, head 3', 8.5)
+    label(ax, 2.35, 0.08, 'head 2: backup', 8.5)
+    label(ax, 5.3, 0.78, 'cross-attention', 8.5)
+
 def cache() -> None:
     "Attention with a key/value cache: each step computes one row of queries, keys and values, and reads the others."
     ax = canvas(7.5, 3.25)
@@ -369,10 +382,10 @@ def beam(
 def folder_to_translation() -> None:
     "What each file of a model folder is for, on the way from a text to its translation."
     ax = canvas(7.5, 2.3)
-    frame(ax, 1.1, 1.4, 7.4, 2.25, 'model folder')
-    files = [('tokenizer.json', GOLD, 1.95, 1.5), ('config.json', PURPLE, 3.4, 1.2),
-             ('model.safetensors', PURPLE, 4.92, 1.65), ('training.json', GREY, 6.55, 1.4)]
-    tokenizer, config, weights, training = [
+    frame(ax, 0.05, 1.4, 7.4, 2.25, 'model folder')
+    files = [('README.md', GREY, 0.67, 1.0), ('tokenizer.json', GOLD, 1.95, 1.35), ('config.json', PURPLE, 3.4, 1.15),
+             ('model.safetensors', PURPLE, 4.92, 1.65), ('training.json', GREY, 6.55, 1.3)]
+    _, tokenizer, config, weights, training = [
         box(ax, x, 1.68, name, '', color, width) for name, color, x, width in files]
     encode = box(ax, 1.95, 0.5, 'tokenizer', 'encode', GOLD, 1.0)
     model = box(ax, 3.85, 0.5, 'Transformer', 'beam_search', PURPLE, 1.5)
@@ -380,6 +393,7 @@ def folder_to_translation() -> None:
     arrow(ax, tokenizer.bottom, encode.top)
     arrow(ax, config.bottom, (3.4, model.top[1]))
     arrow(ax, weights.bottom, (4.92, 1.15), (3.95, 1.15), (3.95, model.top[1]))
+    arrow(ax, encode.bottom, (encode.x, 0.08), (decode.x, 0.08), decode.bottom)
     arrow(ax, training.bottom, (6.55, 0.93), (4.4, 0.93), (4.4, model.top[1]), style='--')
     label(ax, 0.02, 0.5, 'the small dog\nsleeps', 9, ha='left', va='center')
     label(ax, 7.48, 0.5, 'der kleine Hund\nschläft', 9, ha='right', va='center')
@@ -390,6 +404,7 @@ def folder_to_translation() -> None:
     label(ax, 2.76, 0.62, 'ids', 8.5)
     label(ax, 4.78, 0.62, 'ids', 8.5)
     label(ax, 6.45, 1.05, 'search settings, if any', 8.5, ha='right')
+    label(ax, 3.85, 0.16, 'same vocabulary', 8.5)
     label(ax, 2.05, 1.05, 'vocabulary', 8.5, ha='left')
     label(ax, 3.32, 1.05, 'sizes', 8.5, ha='right')
     label(ax, 4.45, 1.25, 'weights', 8.5)
