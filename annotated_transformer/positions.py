@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 # %% ../nbs/02_positions.ipynb #posi007
 def sinusoids(
-    n: int,       # number of positions, counted from 0
-    d_model: int, # features of a token, an even number
+    n: int,       # number of positions: 0 to n - 1
+    d_model: int, # model dimension, an even number
 ) -> Float[Tensor, "n d_model"]:
-    "Return the table of section 3.5: row pos is PE(pos). Raises ValueError if `d_model` is odd."
+    "Return PE(pos) of section 3.5 for each position, in float32. ValueError if `d_model` is odd."
     if d_model % 2:
         raise ValueError(f'd_model={d_model} is odd: choose an even size, for sine and cosine')
-    position = torch.arange(n, dtype=torch.float64)[:, None] # double: angles reach thousands
+    position = torch.arange(n, dtype=torch.float64)[:, None] # float32 would lose fractions
     two_i = torch.arange(0, d_model, 2, dtype=torch.float64) # 2i in the paper: 0, 2, 4, ...
     frequency = 10000 ** (-two_i / d_model)
     table = torch.empty(n, d_model)
@@ -64,4 +64,4 @@ class LearnedPositions(nn.Module):
         return x + self.table[:x.size(1)]
 
 class NoPositions(nn.Identity):
-    "Return the tokens unchanged. Takes the arguments of the other classes, and ignores them."
+    "Return the tokens unchanged. Like `nn.Identity`, it accepts any arguments and ignores them."
