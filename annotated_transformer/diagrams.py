@@ -174,8 +174,8 @@ def transformer() -> None:
     label(ax, tgt + 0.08, 6.45, '(batch, m, d_model)', 8, code=True, ha='left')
     arrow(ax, lm_head.top, (tgt, 7.42))
     label(ax, tgt, 7.55, 'logits (batch, m, vocab_size)', 8.5, code=True)
-    swatches(ax, 0.95, 7.5, {'skip path': BLUE, 'attention; may attend': PURPLE, 'masked': PALE,
-                             'from the encoder to every decoder layer': GREEN, 'one shared matrix': GOLD})
+    swatches(ax, 0.95, 7.5, {'residual connection': BLUE, 'attention; in a mask: may attend': PURPLE,
+                             'in a mask: masked': PALE, 'from the encoder to every decoder layer': GREEN, 'one shared matrix': GOLD})
     link = dict(color=GOLD, head=False, style=':', width=1.8)
     arrow(ax, (src + 0.85, 0.6), (left, 0.6), **link)
     arrow(ax, (tgt + 0.85, 0.6), (7.0, 0.6), (7.0, 6.9), (tgt + 0.85, 6.9), **link)

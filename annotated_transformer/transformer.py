@@ -67,7 +67,7 @@ class Transformer(nn.Module):
         "Glorot and Bengio (2010) for layers, standard deviation 1/sqrt(d_model) for embeddings."
         for stack in (self.encoder, self.decoder):
             for parameter in stack.parameters():
-                if parameter.dim() > 1:
+                if parameter.dim() > 1: # not the biases and layer norms
                     nn.init.xavier_uniform_(parameter)
         for module in (self.src_embed, self.tgt_embed, self.lm_head): # the same tensor if tied
             nn.init.normal_(module.weight, std=self.config.d_model ** -0.5)
@@ -109,13 +109,10 @@ class Transformer(nn.Module):
 def check_config(config: TransformerConfig) -> None:
     "Raise ValueError if a value is out of range or the sizes do not fit together."
     c = config
-    sizes = {name: getattr(c, name)
-             for name in ('vocab_size', 'n_layers', 'd_model', 'd_ff', 'n_heads', 'max_len')}
-    if c.d_k is not None:
-        sizes['d_k'] = c.d_k
-    if c.d_v is not None:
-        sizes['d_v'] = c.d_v
-    for name, size in sizes.items():
+    for name in ('vocab_size', 'n_layers', 'd_model', 'd_ff', 'n_heads', 'max_len', 'd_k', 'd_v'):
+        size = getattr(c, name)
+        if size is None and name in ('d_k', 'd_v'):
+            continue
         if not isinstance(size, int) or size < 1:
             raise ValueError(f'{name}={size} must be a whole number of at least 1')
     if c.d_model % c.n_heads and (c.d_k is None or c.d_v is None):
@@ -138,7 +135,7 @@ def count_parameters(model: nn.Module) -> int:
 
 # %% ../nbs/04_transformer.ipynb #trans21
 PRESETS = {
-    'toy': TransformerConfig(n_layers=2, d_model=128, d_ff=256, n_heads=4),     # made-up languages
+    'toy': TransformerConfig(n_layers=2, d_model=128, d_ff=256, n_heads=4),     # toy languages
     'tiny': TransformerConfig(n_layers=4, d_model=128, d_ff=256, n_heads=4),    # small corpora
     'base': TransformerConfig(),                                                # Table 3
     'big': TransformerConfig(d_model=1024, d_ff=4096, n_heads=16, dropout=0.3), # Table 3
