@@ -154,6 +154,7 @@ def die(task):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.skipif(os.name == 'nt', reason='Windows has no SIGKILL')
 def test_a_killed_worker_is_reported():
     with pytest.raises(ChildProcessError, match='try a smaller num_proc'):
         list(in_parallel(die, [(1,)], 2))

@@ -2,7 +2,6 @@
 import gzip
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -166,7 +165,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path):
         assert holder.stdout.readline() == 'locked\n'
         with pytest.raises(ValueError, match=f'in use by process {holder.pid} on '), lock_folder(tmp_path):
             pass
-        holder.send_signal(signal.SIGKILL)
+        holder.kill()
         holder.wait()
         assert (tmp_path / LOCK).exists()
         with lock_folder(tmp_path):

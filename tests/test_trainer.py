@@ -1,7 +1,6 @@
 "A run counts, validates, saves, resumes and stops as it should."
 import json
 import math
-import os
 import signal
 from itertools import islice
 
@@ -191,7 +190,7 @@ def test_interrupt_saves_and_says_so(tmp_path):
     def step(batches):
         original(batches)
         if trainer.progress.step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
     trainer.step = step
     with pytest.raises(Interrupted, match='run the same command again') as caught:
         trainer.fit()
@@ -237,7 +236,7 @@ def test_interrupted_run_with_ruined_weights_resumes_from_an_earlier_checkpoint(
         if trainer.progress.step == 7:
             with torch.no_grad():
                 trainer.model.lm_head.weight.fill_(math.nan)
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
     trainer.step = step
     with pytest.raises(Interrupted):
         trainer.fit()
