@@ -5,8 +5,9 @@ import json
 import pytest
 
 from annotated_transformer import score_report
-from annotated_transformer.score_report import (describe, lowercased_tokenized, phenomenon_scores, plot_report, report,
-                                                save_plot, tokenized_bleu)
+from annotated_transformer.score_report import (ERROR_TYPES, describe, entry, error_types, german_words,
+                                                lowercased_tokenized, phenomenon_scores, phrase_at, phrase_readings,
+                                                plot_report, report, save_plot, tokenized_bleu)
 from annotated_transformer.scoring import score
 from annotated_transformer.toy_languages import toy_ende
 
@@ -72,3 +73,40 @@ def test_plots_say_what_they_need(monkeypatch):
     monkeypatch.setattr(score_report, 'find_spec', lambda name: None if name == 'matplotlib' else importlib.util.find_spec(name))
     with pytest.raises(ImportError, match=r'annotated_transformer\[plot\]'):
         plot_report('ours', {'by_length': {}})
+
+
+def test_the_grammar_reads_every_noun_phrase_of_its_references():
+    for pair in toy_ende('val'):
+        words = german_words(pair.tgt)
+        for i, word in enumerate(words):
+            if entry(word).part == 'noun':
+                assert phrase_readings(phrase_at(words, i)), pair.tgt
+
+
+def test_phrases_that_do_not_agree_have_no_reading():
+    assert phrase_readings('einem Wald') == {('dative', 'singular')}
+    assert phrase_readings('einen Wald') == {('accusative', 'singular')}
+    for phrase in ('warme Tee', 'zwei Katze', 'jede Hunde', 'das kaltes Wasser', 'Katze Hund Maus'):
+        assert not phrase_readings(phrase), phrase
+
+
+def test_one_wrong_word_is_one_error_type():
+    for pair in toy_ende('val'):
+        assert error_types(pair.tgt, pair.tgt) == set()
+        words = german_words(pair.tgt)
+        nouns = [word for word in words if entry(word).part == 'noun']
+        if len(nouns) == 1:
+            assert error_types(pair.tgt.replace(nouns[0], 'Xyz'), pair.tgt) >= {'wrong word'}
+        if 'nicht' in words:
+            assert error_types(pair.tgt.replace(' nicht', ''), pair.tgt) == {'negation'}
+        assert error_types(pair.tgt[:-1], pair.tgt) == {'word dropped'}
+
+
+def test_agreement_with_a_wrong_word_is_no_second_error():
+    assert error_types('Er sieht ein kleines Kind.', 'Er sieht einen kleinen Hund.') == {'wrong word'}
+    assert error_types('Er sieht einen kleines Kind.', 'Er sieht einen kleinen Hund.') == {'wrong word', 'agreement'}
+
+
+def test_other_texts_do_not_fail():
+    for text in ('', '.', 'kein nicht nie', 'Ein Zug', 'the cat'):
+        assert error_types(text, 'Ein Hund schläft.') <= set(ERROR_TYPES)
