@@ -42,7 +42,7 @@ masthead: $(READY)  ## write the address of settings.ini into every page
 	$(BIN)/python tools/pages.py masthead
 
 export: $(READY)  ## the modules from the pages
-	$(BIN)/nbdev_export
+	$(BIN)/python tools/pages.py export
 
 readme: $(READY)  ## execute the front page and write README.md from it
 	$(BIN)/python tools/pages.py masthead index

@@ -17,12 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from annotated_transformer import corpora, downloads
+from annotated_transformer import corpora, downloads, parallel_text
 from annotated_transformer.corpora import (
-    CORPORA, PATH_OPTIONS, Corpus, CorpusConfig, CorpusKind, build_corpus, clean, hold_out, hold_out_stream,
-    load_corpus, rejection_reason, source_hash)
+    CORPORA, PATH_OPTIONS, Corpus, CorpusConfig, CorpusKind, build_corpus, hold_out, hold_out_stream, load_corpus,
+    source_hash)
 from annotated_transformer.downloads import MULTI30K_LANGS, MULTI30K_LINES, download, multi30k_sums
-from annotated_transformer.parallel_text import PairStream, SeenTexts, read_lines, read_tsv, zip_lines
+from annotated_transformer.parallel_text import (
+    PairStream, SeenTexts, clean, read_lines, read_tsv, rejection_reason, zip_lines)
 from annotated_transformer.toy_languages import SPLITS, toy_ende
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -442,7 +443,7 @@ def random_dirt(seed, n=3000):
 @pytest.mark.parametrize('n_parts', [1, 7])
 def test_clean_against_a_plain_loop(limits, n_parts, monkeypatch):
     pairs, dropped, before, expected = random_dirt(1) * n_parts, {}, set(), []
-    monkeypatch.setattr(corpora, 'islice', lambda iterator, n: islice(iterator, min(n, 500)))
+    monkeypatch.setattr(parallel_text, 'islice', lambda iterator, n: islice(iterator, min(n, 500)))
     for pair in pairs:
         shorter, longer = sorted(len(side.split()) for side in pair)
         if not shorter or longer > limits.get('max_words', 99) or longer > limits.get('max_ratio', 99) * shorter:

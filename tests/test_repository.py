@@ -17,12 +17,14 @@ PACKAGE = ROOT/'annotated_transformer'
 FLOORS = {
     -1: 'files toy_words', # the standard library alone; whatever writes a file imports files
     -0.5: 'probes',
-    0: 'attention command_options positions vocabulary toy_grammar parallel_text scoring checks plotting '
+    0: 'attention command_options positions vocabulary toy_grammar scoring checks plotting '
        'distributed hub text_streams part_checks input_checks training_checks',
+    0.5: 'parallel_text',
     1: 'layers batches complexity experiments bpe_dropout word_vectors drawing toy_languages downloads',
     2: 'transformer corpora diagrams loader',
     3: 'training decoding attention_maps relative_positions recurrent large_corpora marian run_folder',
-    4: 'kernels checkpoints inference causal_tests',
+    3.5: 'kernels',
+    4: 'checkpoints inference causal_tests',
     4.5: 'run_log explorer',
     5: 'trainer interop heads',
     6: 'translator score_report line_translation',

@@ -14,9 +14,9 @@ from annotated_transformer.checkpoints import list_checkpoints, read_log
 from annotated_transformer.kernels import LossModule, accelerate, summed_loss, validate
 from annotated_transformer.loader import TrainingLoader
 from annotated_transformer.recipe import scale_residual_branches
-from annotated_transformer.run_log import Interrupted
+from annotated_transformer.run_log import Interrupted, best_name
 from annotated_transformer.trainer import (
-    TrainConfig, Trainer, best_name, steps_to_keep, train_step)
+    TrainConfig, Trainer, steps_to_keep, train_step)
 from annotated_transformer.transformer import Transformer, TransformerConfig
 
 
