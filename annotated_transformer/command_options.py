@@ -238,7 +238,8 @@ def parse_options(
     options: Mapping[str, Option], args: Sequence[str], prog: str = 'annotated-transformer', description: str = '',
     groups: GROUPS_TYPE = {}, rest: str = '',
 ) -> dict[str, Any]:
-    """Parse arguments, and print help. Raises ValueError that says what cannot be understood, SystemExit after --help.
+    """Parse arguments, and print help. Raises ValueError that says what cannot be understood, SystemExit after
+    --help.
 
     :param prog: as usage shows it
     :return: the value of each option

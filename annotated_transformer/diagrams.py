@@ -327,7 +327,7 @@ def pronoun_path() -> None:
     arrow(ax, noun.bottom, (noun.x, 0.2), (pronoun.x, 0.2), pronoun.bottom, style='--')
     arrow(ax, pronoun.right, written.left, width=2.2)
     label(ax, 2.35, 1.22, 'encoder layer 1, head 3', 8.5)
-    label(ax, 2.35, 0.08, 'head 2: backup', 8.5)
+    label(ax, 2.35, 0.32, 'head 2: backup', 8.5)
     label(ax, 5.3, 0.78, 'cross-attention', 8.5)
 
 def cache() -> None:
@@ -393,7 +393,7 @@ def folder_to_translation() -> None:
     arrow(ax, tokenizer.bottom, encode.top)
     arrow(ax, config.bottom, (3.4, model.top[1]))
     arrow(ax, weights.bottom, (4.92, 1.15), (3.95, 1.15), (3.95, model.top[1]))
-    arrow(ax, encode.bottom, (encode.x, 0.08), (decode.x, 0.08), decode.bottom)
+    arrow(ax, encode.bottom, (encode.x, 0.05), (decode.x, 0.05), decode.bottom)
     arrow(ax, training.bottom, (6.55, 0.93), (4.4, 0.93), (4.4, model.top[1]), style='--')
     label(ax, 0.02, 0.5, 'the small dog\nsleeps', 9, ha='left', va='center')
     label(ax, 7.48, 0.5, 'der kleine Hund\nschläft', 9, ha='right', va='center')
@@ -404,7 +404,7 @@ def folder_to_translation() -> None:
     label(ax, 2.76, 0.62, 'ids', 8.5)
     label(ax, 4.78, 0.62, 'ids', 8.5)
     label(ax, 6.45, 1.05, 'search settings, if any', 8.5, ha='right')
-    label(ax, 3.85, 0.16, 'same vocabulary', 8.5)
+    label(ax, 3.85, 0.2, 'same vocabulary', 8.5)
     label(ax, 2.05, 1.05, 'vocabulary', 8.5, ha='left')
     label(ax, 3.32, 1.05, 'sizes', 8.5, ha='right')
     label(ax, 4.45, 1.25, 'weights', 8.5)

@@ -198,7 +198,7 @@ OTHER_SEARCH = { # settings of transformers: the default, and the values that ou
 }
 
 def read_generation(path: Path, config: dict) -> tuple[dict, tuple[int, ...]]:
-    "Return decoding settings and forbidden ids from transformers' settings. Raises ValueError, or warns of what is lost."
+    "Return decoding settings and forbidden ids of a transformers model. Raises ValueError; warns of what is lost."
     found = config | read_json(path, default={}) # older folders keep them in config.json
     found = {name: value for name, value in found.items() if value is not None}
     if found.get('num_beams', 1) == 1:
@@ -348,7 +348,8 @@ def ctranslate2_spec(model: nn.Module, tokenizer: Tokenizer):
 def export_ctranslate2(model_folder: str | Path, folder: str | Path, quantization: str | None = None) -> Path:
     """Convert a model folder into a CTranslate2 model.
 
-    Raises ImportError without CTranslate2, FileExistsError if `folder` exists, ValueError for an unknown quantization
+    Raises ImportError without CTranslate2, FileExistsError if `folder` exists, ValueError for an unknown
+    quantization
     or for what CTranslate2 cannot represent: ALiBi, own d_k or d_v, pruned heads, recurrent models.
 
     :param model_folder: of kind transformer, marian, or relative with rotary positions

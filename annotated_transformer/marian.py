@@ -331,7 +331,8 @@ def read_marian_tokenizer(folder: Path, config: dict) -> tuple[Tokenizer, list[i
     return tokenizer, src_rows, tgt_rows
 
 def read_marian_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Read model.safetensors or pytorch_model.bin. Raises FileNotFoundError or ValueError; executes nothing in the file.
+    """Read model.safetensors or pytorch_model.bin. Raises FileNotFoundError or ValueError; executes nothing in the
+    file.
 
     :return: the file, and its tensors in float32
     """

@@ -370,7 +370,7 @@ class Stopper(Finisher):
 class Trainer(Stopper):
     "Trains a model in a folder. Raises ValueError if there is no batch to train or to validate on."
     def fit(self) -> nn.Module:
-        "Train until the first limit, choose the final weights, switch to eval mode. On Ctrl-C, save and raise Interrupted."
+        "Train until the first limit, and choose the final weights, in eval mode. On Ctrl-C, save, raise Interrupted."
         self.start()
         with closing(self.log):
             try:

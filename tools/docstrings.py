@@ -199,7 +199,9 @@ class Source:
 
 def docstring(summary, texts, indent):
     "A docstring: the summary, then one field for each parameter."
-    lines = summary.splitlines()
+    lines = []
+    for line in summary.splitlines():
+        lines += textwrap.wrap(line, WIDTH - len(indent) - 3) or ['']
     if texts:
         lines.append('')
     for name, text in texts:
