@@ -56,7 +56,8 @@ def generate(
     """
     encoder_output = model.encode(src)
     src_mask = padding_mask(src, PAD)
-    limits = ((src != PAD).sum(1) + max_extra_tokens).clamp(max=model.config.max_len)
+    src_lengths = (src != PAD).sum(1) # EOS included
+    limits = (src_lengths + max_extra_tokens).clamp(max=model.config.max_len)
     tgt = torch.full((len(src), 1), BOS, device=src.device)
     finished = torch.zeros(len(src), dtype=torch.bool, device=src.device)
     while not finished.all():
@@ -103,7 +104,7 @@ def normalized_score(
     :param log_prob: in nats
     :param length: tokens, EOS included
     :param length_penalty: alpha in section 6.1; 0: no penalty
-    :param length_penalty_offset: 5 in Wu et al. (2016); 0 in most other libraries
+    :param length_penalty_offset: 5 in Wu et al. (2016); `inference` can set 0
     """
     lp = ((length_penalty_offset + length) / (length_penalty_offset + 1)) ** length_penalty
     return log_prob / lp
@@ -151,17 +152,17 @@ def beam_search(
         best, index = candidates.flatten().topk(min(2 * beam_size, candidates.numel()))
         parent = index // candidates.size(1)
         token = index % candidates.size(1)
-        for i in (token[:beam_size] == EOS).nonzero().flatten().tolist():
-            ids = tgt[parent[i], 1:].tolist()
-            normalized = normalized_score(best[i].item(), length, length_penalty)
-            finished.append(Hypothesis(ids, best[i].item(), normalized))
-        finished.sort(key=lambda hypothesis: hypothesis.normalized_score, reverse=True)
-        finished = finished[:n_best]
-        active = (token != EOS).nonzero().flatten()[:beam_size]
-        tgt = torch.cat([tgt[parent[active]], token[active, None]], dim=1)
+        for rank, token_id in enumerate(token[:beam_size].tolist()):
+            if token_id == EOS:
+                ids = tgt[parent[rank], 1:].tolist()
+                normalized = normalized_score(best[rank].item(), length, length_penalty)
+                finished.append(Hypothesis(ids, best[rank].item(), normalized))
+        finished = sorted(finished, key=lambda found: found.normalized_score, reverse=True)[:n_best]
+        active = (token != EOS).nonzero().flatten()[:beam_size] # ranks of the best without EOS
+        tgt = torch.cat([tgt[parent[active]], token[active].unsqueeze(1)], dim=1)
         log_prob = best[active]
-        bound = normalized_score(log_prob[0].item(), limit, length_penalty)
         if len(finished) == n_best:
+            bound = normalized_score(log_prob[0].item(), limit, length_penalty)
             if beam_size == 1 or finished[-1].normalized_score >= bound:
                 return finished # no active hypothesis can win any more
     for i in range(n_best - len(finished)):
@@ -188,7 +189,8 @@ def sampling_distribution(
         probs[..., top_k:] = 0
         probs = probs / probs.sum(-1, keepdim=True)
     if top_p < 1:
-        total_before = probs.cumsum(-1) - probs # probability of all tokens ranked higher
+        total = probs.cumsum(-1)     # of each token and all ranked above it
+        total_before = total - probs # of those above it only
         probs = probs.masked_fill(total_before >= top_p, 0)
     probs = torch.zeros_like(probs).scatter(-1, order, probs)
     return probs / probs.sum(-1, keepdim=True)

@@ -354,13 +354,14 @@ def cache() -> None:
             ax.add_patch(Rectangle((x + 0.17 * j, 0.07), 0.14, 0.14, facecolor=(color, alpha), linewidth=0))
         label(ax, x + 0.42, 0.14, text, 9, ha='left')
 
-def beam(steps, root: str = 'BOS') -> None:
-    """A beam search as a tree, one column for each step.
+def beam(steps, root: str = 'BOS', name=str) -> None:
+    """A beam search as a tree, one column for each step; the children of a hypothesis are side by side.
 
     A parent is an index into the list of the step before; a state is 'active', 'finished' or 'pruned'.
 
     :param steps: for each step, a list of (index of the parent, token, log-probability, state)
     :param root: what the search starts from
+    :param name: returns the text for a token
     """
     colors = {'active': BLUE, 'finished': GREEN, 'pruned': PALE}
     most = max(map(len, steps))
@@ -369,11 +370,14 @@ def beam(steps, root: str = 'BOS') -> None:
     middle = 0.35 + 0.27 * most
     ax = canvas(7.5, 0.54 * most + 0.4)
     before = [box(ax, 0.28, middle, root, '', GOLD, 0.5, code=False)]
+    rows = [0] # of the boxes in the column before
     for k, step in enumerate(steps):
+        order = sorted(range(len(step)), key=lambda i: rows[step[i][0]]) # as their parents: no arrows cross
+        rows = [order.index(i) for i in range(len(step))]
         places = []
         for i, (parent, token, log_prob, state) in enumerate(step):
-            x, y = 0.55 + (k + 1) * spacing - width / 2, middle + 0.54 * ((len(step) - 1) / 2 - i)
-            place = box(ax, x, y, token, f'{log_prob:.2f}', colors[state], width, 0.44, code=False)
+            x, y = 0.55 + (k + 1) * spacing - width / 2, middle + 0.54 * ((len(step) - 1) / 2 - rows[i])
+            place = box(ax, x, y, name(token), f'{log_prob:.2f}', colors[state], width, 0.44, code=False)
             arrow(ax, before[parent].right, place.left, width=0.8 if state == 'pruned' else 1.6)
             places.append(place)
         before = places
