@@ -24,11 +24,11 @@ def encode_pairs(
 ) -> list[Pair]:
     """Turn sentence pairs into ids, without special tokens. Warns if it truncates any.
 
-    EOS is added after truncation, so many truncated targets teach a model to stop too early.
+    EOS is added after truncation: many truncated targets would teach a model to stop early.
 
     :param pairs: source text and target text
     :param tokenizer: turns text into ids
-    :param langs: source language and target language; BPE treats both alike
+    :param langs: source and target language, for word tokenizers
     :param max_len: positions of the model: longer sentences are truncated
     """
     src = tokenizer.encode_batch([src for src, _ in pairs], langs[0])
@@ -56,7 +56,7 @@ def pad_rows(
     complete = [[*before, *row, *after] for row in rows]
     n = max((len(row) for row in complete), default=0)
     padded = [row + [PAD] * (n - len(row)) for row in complete]
-    return torch.tensor(padded, dtype=torch.long).reshape(len(rows), n) # no rows: shape (0, 0)
+    return torch.tensor(padded, dtype=torch.long).reshape(len(rows), n)
 
 @dataclass
 class Batch:
@@ -106,11 +106,11 @@ def token_batches(
 
     Raises ValueError for a pair that is longer than `max_tokens`.
 
-    :param lengths: of source and target, special tokens included
-    :param max_tokens: limit for the tokens of a batch on each side, padding included
+    :param lengths: columns of `src` and of `tgt_in` that each pair needs
+    :param max_tokens: limit for the positions of `src`, and of `tgt_in`, padding included
     :param seed: with `epoch`, decides how pairs are shuffled
     :param epoch: each epoch is shuffled differently
-    :param shuffle: False: shortest pairs first, the same in every epoch
+    :param shuffle: False: shortest pairs first, in every epoch
     :return: indices of the pairs of each batch; each pair occurs once
     """
     longer = [max(n_src, n_tgt) for n_src, n_tgt in lengths]
@@ -125,7 +125,7 @@ def token_batches(
     order.sort(key=lambda i: longer[i]) # pairs of equal length stay shuffled
     batches = []
     for i in order:
-        if batches and longer[i] * (len(batches[-1]) + 1) <= max_tokens: # sorted: i is longest
+        if batches and (len(batches[-1]) + 1) * longer[i] <= max_tokens: # i is the longest so far
             batches[-1].append(i)
         else:
             batches.append([i])
@@ -134,11 +134,11 @@ def token_batches(
     return batches
 
 class BatchLoader:
-    """The batches of each epoch. They depend on the pairs, the seed and the epoch alone.
+    """The batches of each epoch: the same for the same arguments.
 
     Raises ValueError for a pair that is longer than `max_tokens`.
 
-    :param max_tokens: limit for the tokens of a batch on each side, padding included
+    :param max_tokens: as for `token_batches`
     :param seed: decides how pairs are shuffled
     :param shuffle: False: shortest pairs first, the same in every epoch
     """
@@ -147,8 +147,8 @@ class BatchLoader:
         self.max_tokens = max_tokens
         self.seed = seed
         self.shuffle = shuffle
-        self.lengths = [(len(src) + 1, len(tgt) + 1) for src, tgt in pairs]    # with EOS; with BOS
-        self.n_batches = len(token_batches(self.lengths, max_tokens)) # the same in every epoch
+        self.lengths = [(len(src) + 1, len(tgt) + 1) for src, tgt in pairs] # + EOS; BOS +
+        self.n_batches = len(token_batches(self.lengths, max_tokens)) # shuffling does not change it
 
     def __len__(self) -> int:
         return self.n_batches
