@@ -3,13 +3,14 @@
 """Diagrams: every drawing of the book, for contributors who change one or add one."""
 
 __all__ = ['attention', 'heads', 'positions', 'layer', 'layers', 'norms', 'transformer', 'tour', 'path_lengths', 'text_to_batch',
-           'target_shift', 'training_loop', 'pronoun_path', 'cache', 'beam', 'folder_to_translation', 'networks']
+           'target_shift', 'training_loop', 'pronoun_path', 'cache', 'beam', 'ngram_matches', 'folder_to_translation',
+           'networks']
 
 import numpy as np
 from matplotlib.patches import Rectangle
 
 from .drawing import (
-    arrow, box, canvas, draw_layer, draw_residual, draw_stack, frame, label, mask_icon, matrix, swatches)
+    arrow, box, canvas, draw_layer, draw_ngrams, draw_residual, draw_stack, frame, label, mask_icon, matrix, swatches)
 from .plotting import (
     BLUE, GOLD, GREEN, GREY, ORANGE, PALE, PINK, PURPLE, RED, TEAL, color_map)
 
@@ -382,6 +383,17 @@ def beam(steps, root: str = 'BOS', name=str) -> None:
             places.append(place)
         before = places
     swatches(ax, 2.4, 0.12, colors, across=1.1)
+
+def ngram_matches(translations, reference) -> None:
+    "The n-grams of translations (lists of tokens), and which of them match the reference, by clipped counts."
+    ax = canvas(7.5, 1.85)
+    label(ax, 0.05, 1.73, 'reference: ' + ' '.join(reference), 7.5, ha='left')
+    right = 0.52
+    for tokens in translations:
+        right = draw_ngrams(ax, right, 1.4, tokens, reference)
+    for n in (1, 2, 3, 4):
+        label(ax, 0.05, 1.7 - 0.3 * n, f'n = {n}', ha='left')
+    swatches(ax, 0.52, 0.12, {'matches the reference': BLUE, 'does not match': PALE}, across=1.8)
 
 def folder_to_translation() -> None:
     "What each file of a model folder is for, on the way from a text to its translation."

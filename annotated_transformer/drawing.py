@@ -3,8 +3,9 @@
 """Drawing: the parts from which the book's diagrams are drawn, for contributors who add a diagram."""
 
 __all__ = ['VEIL', 'Box', 'canvas', 'label', 'box', 'frame', 'arrow', 'matrix', 'swatches', 'plus', 'mask_icon', 'draw_residual',
-           'draw_layer', 'draw_stack']
+           'draw_layer', 'draw_ngrams', 'draw_stack']
 
+from collections import Counter
 from itertools import product
 from typing import NamedTuple
 
@@ -175,6 +176,31 @@ def draw_layer(ax, x, kind, norm) -> None:
     arrow(ax, (x, y - 0.2), (x, y + 0.02))
     label(ax, x, y + 0.12, f'(batch, {length}, d_model)', 8, code=True)
     label(ax, x, y + 0.32, f'{kind.title()}Layer', 9, code=True, bold=True)
+
+def draw_ngrams(ax, x, y, tokens, reference) -> float:
+    """The n-grams of a translation from `x` on, with the tokens at height `y`. Returns where the next may start.
+
+    Those that match the reference are blue, each at most as often as the reference contains it.
+    """
+    widths = np.array([0.135 + 0.062 * max(2, len(token)) for token in tokens])
+    centres = x + widths.cumsum() - widths / 2
+    for n in range(1, 1 + min(4, len(tokens))):
+        height = y - 0.3 * (n - 1)
+        unused = Counter(tuple(reference[i:i + n]) for i in range(len(reference) - n + 1))
+        n_ngrams, n_matches = len(tokens) - n + 1, 0
+        for i in range(n_ngrams):
+            ngram = tuple(tokens[i:i + n])
+            color = PALE
+            if unused[ngram]:
+                color = BLUE
+                unused[ngram] -= 1
+                n_matches += 1
+            if n == 1:
+                box(ax, centres[i], height, tokens[i], '', color, widths[i] - 0.03, 0.22, code=False)
+            else:
+                box(ax, (centres[i] + centres[i + n - 1]) / 2, height, '', '', color, 0.24, 0.22)
+        label(ax, x + widths.sum() + 0.06, height, f'{n_matches}/{n_ngrams}', 8.5, ha='left')
+    return x + widths.sum() + 0.6
 
 def draw_stack(ax, x, bottom, name, parts) -> list:
     "The layers of an encoder or decoder with their residual connections. Returns the sublayers' boxes, then the frame."

@@ -22,7 +22,7 @@ class Scores:
     chrf: float
     chrf_signature: str
     sentences: int
-    length_ratio: float | None = None
+    length_ratio: float
 
     def __str__(self):
         return (f'BLEU {self.bleu:.2f} ({self.signature}), '
@@ -55,7 +55,7 @@ class Interval:
     """The 95% confidence interval of BLEU, `mean` ± `half_width`, by the bootstrap.
 
     :param mean: of the resampled test sets
-    :param half_width: half the distance between the percentiles 2.5 and 97.5
+    :param half_width: half the distance between the 2.5th and 97.5th percentiles
     :param signature: with the number of resampled test sets, and the seed
     """
     mean: float
@@ -66,7 +66,7 @@ def _bootstrap(systems: list, references: Sequence[str], samples: int, **options
     "Resample with sacreBLEU: the signature, and a result for each system, the baseline first."
     for translations in systems:
         check_corpus(translations, references)
-    if samples < 40: # fewer than one in each tail of 2.5%
+    if samples < 40: # each tail of 2.5% needs a sample
         raise ValueError(f'samples={samples} is too small for a 95% interval: choose at least 40')
     named = [(f'system {i}', list(system)) for i, system in enumerate(systems)]
     metrics = {'BLEU': BLEU(**options)}
@@ -78,7 +78,7 @@ def bleu_interval(translations: Sequence[str], references: Sequence[str], sample
     """Compute a confidence interval of BLEU. Raises ValueError for fewer than 40 samples.
 
     :param samples: resampled test sets
-    :param options: of sacreBLEU's BLEU, such as `LOWERCASED_TOKENIZED_OPTIONS`
+    :param options: of sacreBLEU's BLEU, such as lowercase=True
     """
     signature, results = _bootstrap([translations], references, samples, **options)
     return Interval(float(results[0].mean), float(results[0].ci), signature)
@@ -88,8 +88,8 @@ class Comparison:
     """BLEU of two systems on the same sentences.
 
     :param bleu: of the first
-    :param against: BLEU of the second
-    :param p_value: one-sided: double it for a two-sided test; 1 if the scores are equal
+    :param against: BLEU of the second, the baseline
+    :param p_value: one-sided for a clear winner (double it for two sides); 1 for equal scores
     """
     bleu: float
     against: float
@@ -101,10 +101,12 @@ def compare(
 ) -> Comparison:
     """Test a difference in BLEU by paired bootstrap. Raises ValueError for fewer than 40 samples.
 
-    :param against: another system's translations of the same sentences
+    :param against: the baseline's translations of the same sentences
     :param samples: resampled test sets
     """
-    signature, results = _bootstrap([against, translations], references, samples)
+    signature, results = _bootstrap([against, translations], references, samples) # baseline first
     baseline, system = results
-    p_value = float(system.p_value) if system.score != baseline.score else 1.0
+    p_value = float(system.p_value)
+    if system.score == baseline.score: # for identical translations, sacreBLEU's p is the smallest
+        p_value = 1.0
     return Comparison(float(system.score), float(baseline.score), p_value, signature)

@@ -22,7 +22,8 @@ COLORS = ['BLUE', 'ORANGE', 'GREEN', 'PURPLE', 'RED', 'GREY', 'TEAL', 'PINK', 'G
 STEPS = [[(0, 'der', -0.1, 'active'), (0, 'die', -4.0, 'pruned')],
          [(0, 'kleine', -0.2, 'active'), (0, 'EOS', -3.0, 'finished')]]
 DRAWINGS = {name: {} for name in diagrams.__all__} | {
-    'beam': dict(steps=STEPS), 'layer-decoder-pre': dict(kind='decoder', norm='pre'), 'layers-pre': dict(norm='pre')}
+    'beam': dict(steps=STEPS), 'layer-decoder-pre': dict(kind='decoder', norm='pre'), 'layers-pre': dict(norm='pre'),
+    'ngram_matches': dict(translations=[['ein', 'kleiner', 'Hund'], ['die'] * 4], reference=['die', 'ein', 'die', 'Hund'])}
 
 
 @pytest.fixture(autouse=True)
@@ -258,6 +259,11 @@ def test_target_shift_aligns_inputs_with_what_they_predict():
 def test_beam_shows_every_hypothesis():
     texts = [t.get_text() for t, _ in labels(draw('beam'))]
     assert {'der', '-0.10', 'die', '-4.00', 'kleine', 'EOS', 'active', 'pruned', 'finished'} <= set(texts)
+
+
+def test_ngram_matches_are_clipped():
+    texts = [t.get_text() for t, _ in labels(draw('ngram_matches'))]
+    assert [text for text in texts if '/' in text] == ['2/3', '0/2', '0/1', '2/4', '0/3', '0/2', '0/1']
 
 
 def test_every_drawing_says_what_it_shows():
