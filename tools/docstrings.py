@@ -44,8 +44,8 @@ def finished(source, introduction):
     warning, _, rest = source.partition('\n')
     rest = re.sub(r'^# %% .*\n', '', rest, flags=re.M)
     rest = re.sub(r'\n{4,}', '\n\n\n', rest).lstrip('\n')
-    lines = textwrap.wrap(introduction, WIDTH - 6)
-    return f'{warning}\n\n' + docstring('\n'.join(lines), [], '') + f'\n\n{rest}'
+    lines = textwrap.wrap(f'"""{introduction}"""', WIDTH)
+    return f'{warning}\n\n' + '\n'.join(lines) + f'\n\n{rest}'
 
 
 class Source:
