@@ -3,7 +3,7 @@
 """Attention maps: look inside a trained model, and say what an attention map shows, and what it does not."""
 
 __all__ = ['change_attention', 'record_attention', 'AttentionMaps', 'attention_maps', 'word_indices', 'word_maps',
-           'alignment_links', 'strongest_links', 'alignment_error_rate', 'head_statistics']
+           'alignment_links', 'strongest_links', 'alignment_error_rate']
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -148,19 +148,3 @@ def alignment_error_rate(found: Sequence[set], truth: Sequence[set]) -> float:
     n_right = sum(len(a & s) for a, s in zip(found, truth, strict=True))
     n_links = sum(map(len, found)) + sum(map(len, truth))
     return 1 - 2 * n_right / n_links if n_links else 0.0
-
-def head_statistics(maps: Sequence[Float[Tensor, "layers heads _ _"]]) -> dict[str, Float[Tensor, "layers heads"]]:
-    """Return means over queries: entropy of the row (nats), and weight on the token of that name.
-
-    :param maps: self-attention, one tensor per sentence
-    """
-    measures = {
-        'entropy': lambda w: -(w * w.clamp(min=1e-12).log()).sum(-1),
-        'same': lambda w: w.diagonal(offset=0, dim1=-2, dim2=-1),
-        'previous': lambda w: w.diagonal(offset=-1, dim1=-2, dim2=-1),
-        'next': lambda w: w.diagonal(offset=1, dim1=-2, dim2=-1),
-        'first': lambda w: w[..., 0],
-        'last': lambda w: w[..., -1],
-    }
-    return {name: torch.cat([measure(w) for w in maps], dim=-1).mean(-1)
-            for name, measure in measures.items()}

@@ -25,13 +25,12 @@ from pathlib import Path
 
 import torch
 
-from annotated_transformer.attention_maps import head_statistics
 from annotated_transformer.batches import BatchLoader, encode_pairs, pad_rows
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.files import atomic_write, checksum
 from annotated_transformer.heads import (
-    HEAD_KINDS, Head, gradient_importance, heads_of, leave_one_out, normalized, prune_heads, pruning_curve,
-    rank_correlation, tune_gates)
+    HEAD_KINDS, Head, gradient_importance, head_statistics, heads_of, leave_one_out, normalized, prune_heads,
+    pruning_curve, rank_correlation, tune_gates)
 from annotated_transformer.inference import greedy
 from annotated_transformer.kernels import accelerate
 from annotated_transformer.recipe import evaluate

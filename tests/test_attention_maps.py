@@ -12,8 +12,9 @@ from torch.testing import assert_close
 from annotated_transformer import kernels, toy_languages
 from annotated_transformer.attention import MultiHeadAttention
 from annotated_transformer.attention_maps import (
-    alignment_error_rate, alignment_links, attention_maps, change_attention, head_statistics, record_attention,
-    strongest_links, word_indices, word_maps)
+    alignment_error_rate, alignment_links, attention_maps, change_attention, record_attention, strongest_links,
+    word_indices, word_maps)
+from annotated_transformer.heads import head_statistics
 from annotated_transformer.kernels import accelerate
 from annotated_transformer.relative_positions import RelativeConfig, RelativeTransformer
 from annotated_transformer.toy_languages import toy_ende
