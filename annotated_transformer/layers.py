@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from .attention import MultiHeadAttention
 
-Norm = Literal['post', 'pre']                   # place of the layer norms: see `Residual`
+Norm = Literal['post', 'pre']                   # placement of the norms: see `Residual`
 Source = Float[Tensor, "batch n d_model"]       # one vector for each source position
 Target = Float[Tensor, "batch m d_model"]       # one vector for each target position
 SourceMask = Bool[Tensor, "#batch #heads #m n"] # True where a query may attend to a source position
-# True where a target position may attend to a target position; one mask for all sentences, or each
+# True where a target position may attend to a target position; a causal mask needs no batch axis
 TargetMask = Bool[Tensor, "#m m"] | Bool[Tensor, "#batch #heads #m m"]
 
 class FeedForward(nn.Module):
@@ -37,7 +37,7 @@ class FeedForward(nn.Module):
         return self.linear2(self.linear1(x).relu())
 
 class Residual(nn.Module):
-    """Residual connection and layer norm (section 3.1). Raises ValueError if `norm` is unknown.
+    """Residual connection, dropout, layer norm (3.1, 5.4). Raises ValueError if `norm` is unknown.
 
     :param d_model: features of each position
     :param dropout: probability of dropping a feature of the sublayer's output
@@ -51,13 +51,9 @@ class Residual(nn.Module):
         self.norm = nn.LayerNorm(d_model)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, x: Float[Tensor, "batch n d_model"], sublayer: Callable[[Tensor], Tensor],
-    ) -> Float[Tensor, "batch n d_model"]:
-        """Add the sublayer's output to its input, and normalize.
-
-        :param sublayer: keeps the shape of its input
-        """
+    def forward(self, x: Float[Tensor, "batch n d_model"],
+                sublayer: Callable[[Tensor], Tensor]) -> Float[Tensor, "batch n d_model"]:
+        "Add the output of `sublayer`, which keeps the shape of its input, and normalize."
         if self.pre:
             return x + self.dropout(sublayer(self.norm(x)))
         return self.norm(x + self.dropout(sublayer(x)))
@@ -102,7 +98,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Target, encoder_output: Source, tgt_mask: TargetMask | None = None,
                 src_mask: SourceMask | None = None) -> Target:
-        "Return new vectors for the target positions; `tgt_mask` is the causal mask."
+        "Return new target vectors. Without a causal `tgt_mask`, they depend on later positions."
         x = self.residual1(x, lambda y: self.self_attention(y, y, y, tgt_mask))
         x = self.residual2(
             x, lambda y: self.cross_attention(y, encoder_output, encoder_output, src_mask))
