@@ -136,7 +136,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
     try:
         with warnings.catch_warnings(): # callers in Python keep their own settings
-            warnings.showwarning = lambda message, *_: print(f'{PROGRAM}: {message}', file=sys.stderr)
+            names = option_names(args)
+            warnings.showwarning = lambda message, *_: print(f'{PROGRAM}: {named_as_typed(str(message), names)}',
+                                                             file=sys.stderr)
             run(args)
     except BrokenPipeError: # the program that read our output has ended
         with contextlib.suppress(OSError):

@@ -4,8 +4,9 @@
 
 __all__ = ['METAVARS', 'GROUPS_TYPE', 'Option', 'Common', 'field_texts', 'strip_none', 'strip_annotations', 'is_union',
            'nested_dataclass', 'options_of', 'build', 'choices_of', 'takes_several', 'metavar', 'parsed_type',
-           'help_text', 'default_hint', 'grouped', 'parser_class', 'parse_options', 'flat_values', 'plain_error',
-           'with_suggestion', 'named_as_typed', 'read_config', 'checked_value', 'config_text', 'Command', 'peek']
+           'help_text', 'default_hint', 'grouped', 'parser_class', 'parse_options', 'check_repeated', 'flat_values',
+           'plain_error', 'with_suggestion', 'named_as_typed', 'read_config', 'checked_value', 'config_text', 'Command',
+           'peek']
 
 import contextlib
 import difflib
@@ -244,6 +245,7 @@ def parse_options(
     :param prog: as usage shows it
     :return: the value of each option
     """
+    check_repeated(options, args)
     wants_help = any(arg in ('-h', '--help') for arg in args)
     markers = [tyro.conf.OmitArgPrefixes]
     if wants_help:
@@ -258,6 +260,13 @@ def parse_options(
             raise # after --help
         raise ValueError(with_suggestion(plain_error(errors.getvalue()), options)) from None
     return dict(flat_values(parsed))
+
+def check_repeated(options: Mapping[str, Option], args: Sequence[str]) -> None:
+    "Raise ValueError if files are given in two places: the parser would ignore the first."
+    for option in filter(takes_several, options.values()):
+        n_times = sum(arg == option.flag or arg.startswith(f'{option.flag}=') for arg in args)
+        if n_times > 1:
+            raise ValueError(f'{option.flag} is given {n_times} times: name all files after one {option.flag}')
 
 def flat_values(parsed: Any) -> Iterable[tuple[str, Any]]:
     for f in fields(parsed):
@@ -276,6 +285,10 @@ def plain_error(box: str) -> str:
     text = re.sub(not_an_int, r'\1 \2 is not a whole number', text)
     not_a_float = r"Error parsing (\S+): could not convert string to float: '(.*)'"
     text = re.sub(not_a_float, r'\1 \2 is not a number', text)
+    no_match = r"Error parsing (\S+): no type matching \{None\}\|(\w+) could be instantiated from \['(.*?)'\].*"
+    found = re.match(no_match, text)
+    if found:
+        return f'{found[1]} {found[3]} is not a {"whole number" if found[2] == "INT" else "number"}'
     text = re.sub(r'^Missing from .*?: ', 'missing: ', text)
     text = re.sub(r' *Perhaps you meant: .*', '', text) # `with_suggestion` knows better
     return text.replace('Expected 1 values.', '').strip()
@@ -305,6 +318,7 @@ def named_as_typed(message: str, names: Iterable[str]) -> str:
         message = re.sub(rf'{prefix}{name}=(?=\S)', f'{flag} ', message)
         if '_' in name:
             message = re.sub(rf'{prefix}{name}(?![\w/-]|\.\w)', flag, message)
+        message = re.sub(rf'\b(?:corpus|model|training)\.{name}(?= was )', flag, message)
     return message
 
 def read_config(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 """Commands: evaluate, translate, and look inside: one dataclass for each command."""
 
-__all__ = ['SEARCH', 'NAMES', 'TEXTS', 'own_decoding', 'load', 'own_corpus', 'Evaluate', 'check_lines', 'search_settings',
-           'Translate', 'Attention']
+__all__ = ['SEARCH', 'NAMES', 'TEXTS', 'own_decoding', 'load', 'check_own_data', 'own_corpus', 'Evaluate', 'check_lines',
+           'search_settings', 'warn_of_paragraphs', 'Translate', 'Attention']
 
 import json
+import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from .inference import DecodingConfig
 from .line_translation import (
     DirectOutput, PartialOutput, check_output, live_lines, skip_done, write_lines)
 from .parallel_text import raw_lines, stream_lines, zip_lines
+from .run_folder import changed_files, data_record, lock_file
 from .score_report import (
     PICTURES, counted, describe, phenomenon_scores, report, require_matplotlib, save_plot)
 from .text_streams import SentenceSplitter
@@ -52,6 +55,14 @@ def own_decoding(model: str | Path | None) -> dict[str, Any]:
 def load(model: Path | None, common: Common) -> Translator:
     "Load a model folder, or the bundled toy model, on the device of the options."
     return Translator.load(model or SHIPPED, chosen_device(common))
+
+def check_own_data(model: Path | None, corpus: CorpusConfig) -> None:
+    "Raise ValueError if the data of a run has changed: pairs that are held out now may have been trained on."
+    record = read_json(model / 'run.json', {}).get('data') if model else None
+    changed = changed_files(record, data_record(corpus)) if record else []
+    if changed:
+        raise ValueError(f'the data of {model} is not what it was trained on: {"; ".join(changed)}. Pairs that are '
+                         'held out now may have been trained on: restore it, or score your own file with --tsv')
 
 def own_corpus(model: Path | None) -> CorpusConfig:
     "Return the corpus that a model was trained on. Raises ValueError if its folder does not say."
@@ -193,6 +204,7 @@ class Evaluate(Command):
             corpus = CorpusConfig(self.corpus, pair, data_dir=self.data_dir)
         else:
             corpus = own_corpus(self.model)
+            check_own_data(self.model, corpus)
             changes = {'pair': self.pair or corpus.pair, 'data_dir': self.data_dir or corpus.data_dir}
             corpus = replace(corpus, **changes)
         return corpus, split, f'{corpus.corpus} {split}'
@@ -243,6 +255,18 @@ def search_settings(decoding: DecodingConfig) -> dict[str, Any]:
     settings = asdict(decoding)
     del settings['n_best']
     return settings
+
+def warn_of_paragraphs(lines: Iterable) -> Iterator:
+    "Pass lines on. Warns at the end if some seem to hold three sentences or more."
+    found = []
+    for number, line in enumerate(lines, 1):
+        text = line.decode(errors='replace') if isinstance(line, bytes) else line
+        if isinstance(text, str) and len(re.findall(r'[.!?]["”»]?\s+(?=[A-ZÀ-Þ])', text)) >= 2:
+            found.append(number)
+        yield line
+    if found:
+        warnings.warn(f'{counted(len(found), "line")} of the input (the first is {found[0]}) may hold several '
+                      'sentences. A model that was trained on single sentences loses some: try --split-sentences')
 
 @dataclass(frozen=True)
 class Translate(Command):
@@ -301,7 +325,9 @@ class Translate(Command):
         lines, total = self.lines(translator)
         with output as file:
             lines = skip_done(lines, file.n_done)
-            if self.split_sentences:
+            if not self.split_sentences:
+                lines = warn_of_paragraphs(lines)
+            else:
                 splitter = SentenceSplitter(translator.tokenizer.langs[0], self.on_error == 'stop')
                 lines = splitter.split(lines)
                 total = None # the number of sentences is not known
@@ -337,11 +363,14 @@ class Translate(Command):
         if self.input and self.input.is_file():
             settings = {'input': checksum(self.input), 'model': checksum((self.model or SHIPPED) / 'model.safetensors'),
                         'search': asdict(self.decoding), 'prefix': self.prefix, 'split_sentences': self.split_sentences}
-        file = PartialOutput(self.output, settings, self.overwrite, self.decoding.n_best > 1)
-        if file.n_done:
-            print(f'{file.partial} holds {counted(file.n_done, "translation")}: continuing after them', file=sys.stderr)
-        with file.open():
-            yield file
+        lock = self.output.with_name(self.output.name + '.partial.lock')
+        with lock_file(lock, str(self.output), 'wait until it ends, or choose another file'):
+            file = PartialOutput(self.output, settings, self.overwrite, self.decoding.n_best > 1)
+            if file.n_done:
+                print(f'{file.partial} holds {counted(file.n_done, "translation")}: continuing after them',
+                      file=sys.stderr)
+            with file.open():
+                yield file
 
     def lines(self, translator: Translator) -> tuple[Any, int | None]:
         """Return the sentences to translate: arguments, a file, or lines as they arrive.

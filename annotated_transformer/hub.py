@@ -98,7 +98,7 @@ def model_card(folder: str | Path, name: str | None = None) -> str:
     version = training.get('versions', {}).get('annotated_transformer', __version__)
     parts = ['\n'.join(metadata), f'# Translation{languages}',
              f'A model of {n_parameters:,} parameters, made with annotated_transformer {version}.',
-             '## Use', USE.format(name=name or folder.resolve().name), '## Scores']
+             '## Use', USE.format(name=name or (folder.name if folder.is_absolute() else folder.as_posix())), '## Scores']
     rows, signatures = score_rows(training)
     if rows:
         parts += [table(['test set', 'sentences', 'BLEU', 'chrF'], rows), '<br>'.join(signatures), SCORES_NOTE]

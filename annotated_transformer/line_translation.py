@@ -3,7 +3,8 @@
 """Translating files and lines: lose no translation: refuse to overwrite, resume after an interruption, and answer
 each line at once."""
 
-__all__ = ['check_output', 'stop_on_sigterm', 'write_lines', 'PartialOutput', 'skip_done', 'live_lines', 'DirectOutput']
+__all__ = ['record_path', 'check_output', 'stop_on_sigterm', 'write_lines', 'PartialOutput', 'skip_done', 'live_lines',
+           'DirectOutput']
 
 import contextlib
 import gzip
@@ -21,6 +22,10 @@ from .files import atomic_open, atomic_write, read_json, to_json
 from .run_log import Interrupted
 from .text_streams import FLUSH
 
+def record_path(path: Path) -> Path:
+    "Where `PartialOutput` keeps the settings of an output that is not complete."
+    return path.with_name(path.name + '.partial.json')
+
 def check_output(path: Path, inputs: Iterable[Path], overwrite: bool = False) -> None:
     """Raise ValueError if a file cannot be written there, is one of the inputs, or exists and may not be replaced.
 
@@ -37,7 +42,8 @@ def check_output(path: Path, inputs: Iterable[Path], overwrite: bool = False) ->
     for other in inputs:
         if other.exists() and other.samefile(path):
             raise ValueError(f'{path} is read by this command, and would be replaced: choose another output')
-    if path.is_file() and not overwrite:
+    began_with_overwrite = read_json(record_path(path), {}).get('overwrite', False)
+    if path.is_file() and not overwrite and not began_with_overwrite:
         raise ValueError(f'{path} exists: choose another file, or use --overwrite to replace it')
 
 @contextlib.contextmanager
@@ -80,10 +86,11 @@ class PartialOutput:
     def __init__(self, path: Path, settings: dict | None, overwrite: bool = False, numbered: bool = False):
         self.path = path
         self.partial = path.with_name(path.name + '.partial')
-        self.record = path.with_name(path.name + '.partial.json')
+        self.record = record_path(path)
         self.settings = settings
         self.numbered = numbered
         self.n_done = 0 # sentences whose lines are written
+        self.overwrite = overwrite
         if overwrite:
             self.remove()
         elif self.partial.exists():
@@ -100,6 +107,7 @@ class PartialOutput:
         if self.settings is None:
             raise ValueError(f'{self.partial} is left from an interrupted command without --input: {advice}')
         previous = read_json(self.record, {})
+        self.overwrite = previous.pop('overwrite', False)
         wanted = json.loads(json.dumps(self.settings, default=str))
         changed = sorted(key for key in previous.keys() | wanted.keys() if previous.get(key) != wanted.get(key))
         if changed:
@@ -122,7 +130,8 @@ class PartialOutput:
     def open(self) -> Iterator['PartialOutput']:
         "Write lines; give the file its name at the end."
         if self.settings is not None:
-            atomic_write(self.record, to_json(json.loads(json.dumps(self.settings, default=str))))
+            record = self.settings | ({'overwrite': True} if self.overwrite else {})
+            atomic_write(self.record, to_json(json.loads(json.dumps(record, default=str))))
         try:
             with open(self.partial, 'ab') as self.file, stop_on_sigterm():
                 yield self

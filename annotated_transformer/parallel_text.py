@@ -66,7 +66,8 @@ def decode_line(line: bytes, where: str) -> str:
     try:
         return line.decode('utf-8')
     except UnicodeDecodeError as error:
-        raise ValueError(f'{where}: not UTF-8 ({error.reason}, byte {error.start + 1})') from None
+        raise ValueError(f'{where}: not UTF-8 ({error.reason}, byte {error.start + 1}): convert other text to UTF-8'
+                         ) from None
 
 def stream_lines(path: str | Path, skip_bad: bool = False) -> Iterator[str]:
     """The lines of a text, one at a time. Raises OSError, or ValueError that names the file and the line.
@@ -237,7 +238,7 @@ def table_pairs(
             numbered = is_numbered(row)
             if is_header(row):
                 warnings.warn(f'{path}: the first row looks like a header ({row[0]}, {row[1]}), and is read as a '
-                              'sentence pair; skip_header leaves it out')
+                              'sentence pair: if it is a header, use skip_header')
         if numbered and not is_numbered(row):
             raise ValueError(f'{path}, line {number}: no numbers before the sentences, as in the rows above')
         yield (row[1], row[3]) if numbered else (row[0], row[1])

@@ -3,8 +3,8 @@
 """The folder of a run: one process at a time, the settings that it began with, and the data that it began with."""
 
 __all__ = ['RUN_FILES', 'LIMITS', 'LOCK', 'settings_dict', 'numbered', 'resumable_settings', 'differences', 'read_run_json',
-           'stored_settings', 'data_files', 'data_record', 'check_data', 'is_finished', 'claim_folder', 'try_lock',
-           'lock_holder', 'is_same_file', 'lock_folder']
+           'stored_settings', 'data_files', 'data_record', 'changed_files', 'check_data', 'is_finished', 'claim_folder',
+           'try_lock', 'lock_holder', 'is_same_file', 'lock_file', 'lock_folder']
 
 import contextlib
 import json
@@ -100,10 +100,9 @@ def data_record(corpus: CorpusConfig) -> dict[str, dict]:
         record[name] = {'path': str(path), **checksum(path)}
     return record
 
-def check_data(out: Path, old: dict[str, dict], new: dict[str, dict]) -> None:
-    """Raise ValueError that names the data files whose content has changed. Files may have moved.
+def changed_files(old: dict[str, dict], new: dict[str, dict]) -> list[str]:
+    """Describe the data files whose content has changed. Files may have moved.
 
-    :param out: the run's folder
     :param old: `data_record` when the run began
     :param new: `data_record` now
     """
@@ -114,7 +113,20 @@ def check_data(out: Path, old: dict[str, dict], new: dict[str, dict]) -> None:
             changed.append(f'{before["path"]} is missing')
         elif after['sha256'] != before['sha256']:
             grown = after['size'] - before['size']
-            changed.append(f'{after["path"]} has changed ({grown:+} bytes)')
+            how = f'{grown:+} bytes' if grown else 'same size'
+            same_path = after['path'] == before['path']
+            changed.append(f'{after["path"]} has changed ({how})' if same_path else
+                           f'{after["path"]} is not {before["path"]} ({how})')
+    return changed
+
+def check_data(out: Path, old: dict[str, dict], new: dict[str, dict]) -> None:
+    """Raise ValueError that names the data files whose content has changed. Files may have moved.
+
+    :param out: the run's folder
+    :param old: `data_record` when the run began
+    :param new: `data_record` now
+    """
+    changed = changed_files(old, new)
     if changed:
         raise ValueError(f'the data of {out} is not what it was trained on: {"; ".join(changed)}. Restore it to '
                          f'resume, or start a new run from this one: another --out with --start-from {out}')
@@ -195,19 +207,16 @@ def is_same_file(file, path: Path) -> bool:
         return False
 
 @contextlib.contextmanager
-def lock_folder(out: str | Path) -> Iterator[None]:
-    """Keep other processes from using a run's folder while the block runs.
+def lock_file(path: Path, what: str, advice: str) -> Iterator[None]:
+    """Keep other processes out while the block runs. The operating system releases the lock of a process that dies.
 
-    The operating system releases the lock of a process that dies. Raises ValueError that names the process that
-    holds it. A folder that cannot be written to is not locked.
+    Raises ValueError that names the process that holds it. Where the file cannot be written, nothing is locked.
 
-    :param out: the run's folder, made if it does not exist
+    :param path: holds who has the lock; removed at the end
+    :param what: is locked, for the error message
+    :param advice: what to do if another process holds the lock
     """
-    out = Path(out)
-    path = out / LOCK
-    is_new = not out.exists()
     try:
-        out.mkdir(parents=True, exist_ok=True)
         file = open(path, 'a+', encoding='utf-8')
     except OSError: # the caller reports a folder that it cannot write to
         yield
@@ -215,7 +224,7 @@ def lock_folder(out: str | Path) -> Iterator[None]:
     while True:
         if not try_lock(file):
             file.close()
-            raise ValueError(f'{out} is in use by {lock_holder(path)}: wait until it ends, or choose another folder')
+            raise ValueError(f'{what} is in use by {lock_holder(path)}: {advice}')
         if is_same_file(file, path):
             break
         file.close()
@@ -234,5 +243,21 @@ def lock_folder(out: str | Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             if os.name == 'nt':
                 path.unlink()
-            if is_new:
+
+@contextlib.contextmanager
+def lock_folder(out: str | Path) -> Iterator[None]:
+    """Keep other processes from using a run's folder while the block runs. Raises what `lock_file` raises.
+
+    :param out: the run's folder, made if it does not exist
+    """
+    out = Path(out)
+    is_new = not out.exists()
+    with contextlib.suppress(OSError): # the caller reports a folder that it cannot make
+        out.mkdir(parents=True, exist_ok=True)
+    try:
+        with lock_file(out / LOCK, str(out), 'wait until it ends, or choose another folder'):
+            yield
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):
                 out.rmdir() # if the block wrote nothing

@@ -3,7 +3,7 @@
 """The commands `train` and `demo`: a training run that explains itself: what it will do, which weights it chose, and
 what to do next."""
 
-__all__ = ['WEIGHTS', 'GROUPS', 'ANY_POSITIONS', 'limits', 'changed_settings', 'model_name', 'table', 'start_report',
+__all__ = ['WEIGHTS', 'GROUPS', 'ANY_POSITIONS', 'limits', 'changed_settings', 'too_short', 'model_name', 'table', 'start_report',
            'chosen_weights', 'next_commands', 'duration', 'end_report', 'chosen_device', 'changed_model', 'Train',
            'train', 'resumable', 'Demo', 'show', 'draw_attention']
 
@@ -22,7 +22,7 @@ from .command_options import Command, Common, build
 from .corpora import CORPORA, PATH_OPTIONS, TEXT_OPTIONS, Corpus, CorpusConfig, load_corpus
 from .distributed import Processes, destroy_process_group, init_process_group
 from .files import atomic_write, read_json
-from .parallel_text import PairStream
+from .parallel_text import PairStream, as_paths
 from .recipe import (
     RECIPES, RunConfig, default_run, differences, evaluate, is_finished, recipe_for, settings_dict, train_translator)
 from .recurrent import RecurrentConfig
@@ -55,8 +55,18 @@ def changed_settings(config: RunConfig, recipe: str | None = None) -> list[str]:
             continue
         if name in ('corpus', 'pair', *PATH_OPTIONS): # said elsewhere
             continue
-        found.append(f'{name} {after} (default {before})')
+        found.append(f'--{name.replace("_", "-")} {after} (default {before})')
     return found
+
+def too_short(training: TrainConfig, steps: int) -> str:
+    """Say that a run ends before its first checkpoint or its warm-up, if it does.
+
+    :param steps: of an epoch
+    """
+    total = min(training.max_steps, steps * training.max_epochs) if training.max_epochs else training.max_steps
+    late = [f'--{name.replace("_", "-")} {getattr(training, name)}' for name in ('save_every', 'warmup_steps')
+            if getattr(training, name) > total]
+    return f'only {counted(math.ceil(total), "step")} in all: choose less than {" and ".join(late)}' if late else ''
 
 def model_name(config: Any) -> str:
     "Name a kind of model."
@@ -102,8 +112,10 @@ def start_report(
                   + (f', {n_processes} processes' if n_processes > 1 else ''),
         'files': f'{out}: the model, log.jsonl, and a checkpoint every {counted(config.training.save_every, "step")}',
         'resumes': f'after step {int(checkpoint.name[5:]):,}' if checkpoint else '',
+        'note': too_short(config.training, steps),
     }
-    return table(f'Training {source} to {target} on {corpus.name}', rows)
+    files = [path.name for path in as_paths(config.corpus.tsv) + as_paths(config.corpus.src)]
+    return table(f'Training {source} to {target} on {corpus.name}' + (f' ({", ".join(files)})' if files else ''), rows)
 
 WEIGHTS = { # names of candidates in the last row of a log
     'last': 'the last weights',
@@ -294,6 +306,7 @@ class Train(Command):
         if run.start_from:
             found['pair'] = '-'.join(load_tokenizer(run.start_from / 'tokenizer.json').langs)
             found['architecture'] = 'recurrent' if isinstance(run.model, RecurrentConfig) else 'transformer'
+            found |= {'peak_lr': 1e-3, 'warmup_steps': 100, 'save_every': 100} # the weights are good already
         found['out'] = Path('runs', str(deciding.get('recipe') or found['corpus']))
         return found
 
@@ -319,7 +332,8 @@ class Train(Command):
         defaults = cls.defaults(deciding)
         recipe = deciding.get('recipe') or recipe_for(defaults['corpus'])
         return (f'{super().description(deciding)}\n\nThe defaults below are those of the recipe {recipe}, for corpus '
-                f'{defaults["corpus"]}. Add --corpus, --recipe, --preset or --start-from to see those of another.')
+                f'{defaults["corpus"]}. Add --tsv, --src, --corpus, --recipe, --preset or --start-from to see those of '
+                'another.')
 
     def __call__(self) -> None:
         device = chosen_device(self.common)

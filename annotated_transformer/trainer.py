@@ -102,7 +102,7 @@ def check_settings(config: TrainConfig) -> None:
         value = getattr(config, name)
         if value is not None and not value > 0: # catches NaN, too
             raise ValueError(f'{name}={value} must be positive')
-    for name in ('r_drop', 'r_drop_from', 'keep_best'):
+    for name in ('r_drop', 'r_drop_from', 'keep_best', 'seed'):
         if not 0 <= getattr(config, name) < math.inf:
             raise ValueError(f'{name}={getattr(config, name)} must be a finite number of at least 0')
     for name in ('label_smoothing', 'ema_decay'):

@@ -23,7 +23,7 @@ from annotated_transformer.command_options import named_as_typed, plain_error
 from annotated_transformer.corpora import load_corpus
 from annotated_transformer.inference import DecodingConfig
 from annotated_transformer.line_translation import PartialOutput, live_lines
-from annotated_transformer.run_folder import lock_folder
+from annotated_transformer.run_folder import lock_file, lock_folder
 from annotated_transformer.run_log import Interrupted
 from annotated_transformer.scoring import score
 from annotated_transformer.server import ServerConfig
@@ -242,7 +242,7 @@ def test_a_start_brings_sizes_and_languages(trained):
 def test_a_run_explains_itself(tmp_path, run, fails):
     args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'run', *SMALL]
     text = run(*args, '--threads', torch.get_num_threads(), '--device', 'cpu').out
-    for words in ('44 pairs with', '8 pairs to validate on', 'parameters', 'd_model 32 (default 128)', '20 steps',
+    for words in ('44 pairs with', '8 pairs to validate on', 'parameters', '--d-model 32 (default 128)', 'tsv (pairs.tsv)', '20 steps',
                   'cpu', 'float32', str(tmp_path / 'run'), 'the lowest validation loss',
                   'validation', 'annotated-transformer evaluate --model'):
         assert words in text, words
@@ -493,6 +493,65 @@ def test_a_partial_output_of_other_input_is_kept(tmp_path, fails):
     assert (tmp_path / 'out.txt.partial').read_text() == 'Die Katze schläft.\n'
 
 
+def test_an_interrupted_replacement_continues(tmp_path, monkeypatch, run):
+    source, out = tmp_path / 'in.txt', tmp_path / 'out.txt'
+    source.write_text('The cat sleeps.\nThe dog sleeps.\nThe man sleeps.\n')
+    out.write_text('old\n')
+    args = ['translate', '--input', source, '--output', out, '--buffer-size', 1]
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 2)
+        with pytest.raises(SystemExit):
+            main([str(arg) for arg in [*args, '--overwrite']])
+    assert out.read_text() == 'old\n'
+    assert 'holds 2 translations' in run(*args).err # without --overwrite, as the message says
+    assert out.read_text() == 'Die Katze schläft.\nDer Hund schläft.\nDer Mann schläft.\n'
+
+
+def test_two_commands_do_not_write_one_output(tmp_path, fails, run):
+    source, out = tmp_path / 'in.txt', tmp_path / 'out.txt'
+    source.write_text('The cat sleeps.\n')
+    with lock_file(tmp_path / 'out.txt.partial.lock', 'out.txt', 'wait'):
+        assert 'out.txt is in use by process' in fails('translate', '--input', source, '--output', out)
+    assert not out.exists()
+    run('translate', '--input', source, '--output', out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['in.txt', 'out.txt']
+
+
+def test_lines_of_several_sentences_are_named(monkeypatch, run):
+    text = b'The cat sleeps.\nThe cat sleeps. The dog sleeps. The man sleeps.\n'
+    for options, warns in (((), True), (('--split-sentences',), False)):
+        monkeypatch.setattr(sys, 'stdin', Pipe(text))
+        printed = run('translate', *options)
+        assert ('1 line of the input (the first is 2) may hold several sentences' in printed.err) == warns
+
+
+def test_files_in_two_places_are_refused(fails):
+    assert '--tsv is given 2 times: name all files after one --tsv' in fails('train', '--tsv', 'a', '--tsv', 'b')
+
+
+@pytest.mark.parametrize('option, value, message', [
+    ('--max-minutes', '5m', '--max-minutes 5m is not a number'), ('--seed', -1, '--seed -1 must be a finite number'),
+    ('--max-epochs', '0.5', '--max-epochs 0.5 is not a whole number')])
+def test_bad_numbers_are_named(fails, option, value, message):
+    assert message in fails('train', option, value)
+
+
+def test_a_model_is_not_scored_on_changed_data(tmp_path, run, fails):
+    table = write_tsv(tmp_path / 'pairs.tsv')
+    run('train', '--tsv', table, '--out', tmp_path / 'run', *SMALL)
+    run('evaluate', '--model', tmp_path / 'run', '--samples', 0)
+    write_tsv(table, PAIRS[:40])
+    message = fails('evaluate', '--model', tmp_path / 'run', '--samples', 0)
+    assert 'pairs.tsv has changed (-' in message and 'may have been trained on' in message
+    run('evaluate', '--model', tmp_path / 'run', '--tsv', table, '--samples', 0)
+
+
+def test_a_run_that_ends_too_soon_says_so(tmp_path, run):
+    args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'run', *SMALL]
+    text = run(*args, '--max-steps', 5, '--save-every', 250).out
+    assert 'only 5 steps in all: choose less than --save-every 250 and --warmup-steps 400' in text
+
+
 def test_nothing_is_left_when_nothing_was_translated(tmp_path, fails):
     (tmp_path / 'in.txt').write_bytes(b'\xff\n')
     fails('translate', '--input', tmp_path / 'in.txt', '--output', tmp_path / 'out.txt', '--on-error', 'stop')
@@ -635,7 +694,7 @@ def test_several_tables_train_one_model(tmp_path, run, fails):
     assert 'already finished' in run('train', '--tsv', moved, tables[1], '--out', tmp_path / 'run', *SMALL).out
     assert 'other settings' in fails('train', '--tsv', moved, '--out', tmp_path / 'run', *SMALL)
     swapped = fails('train', '--tsv', tables[1], moved, '--out', tmp_path / 'run', *SMALL)
-    assert 'moved.tsv has changed' in swapped and 'b.tsv has changed' in swapped
+    assert f'b.tsv is not {moved}' in swapped and f'moved.tsv is not {tables[1]}' in swapped
     run('train', '--config', tmp_path / 'run/run.json', '--save-config', tmp_path / 'settings.json')
     assert json.loads((tmp_path / 'settings.json').read_text())['tsv'] == [str(moved), str(tables[1])]
     assert 'src names 2, tgt names 1' in fails('train', '--src', 'a', 'b', '--tgt', 'c')
