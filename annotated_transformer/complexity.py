@@ -3,8 +3,8 @@
 """Why self-attention: measure what self-attention, convolution and recurrence cost (Table 1 of the paper), then time
 them on one CPU core."""
 
-__all__ = ['lstm_steps', 'window_side', 'window_mask', 'windows', 'restricted_attention', 'count_multiplications',
-           'table_1_layers', 'sequential_operations', 'information_flow', 'path_length']
+__all__ = ['lstm_steps', 'window_side', 'window_mask', 'restricted_attention', 'count_multiplications', 'table_1_layers',
+           'sequential_operations', 'information_flow', 'path_length']
 
 from collections.abc import Callable, Sequence
 
@@ -34,7 +34,7 @@ def lstm_steps(lstm: nn.LSTM, x: Float[Tensor, "batch n d"]) -> Float[Tensor, "b
     return torch.stack(outputs, 1)
 
 def window_side(r: int) -> int:
-    "Return how many of `r` positions lie on either side of the query, or raise ValueError."
+    "Return how many of `r` positions lie on each side of the query, or raise ValueError."
     if r < 1 or r % 2 == 0:
         raise ValueError(f'r={r} must be odd and positive, with the query in the middle')
     return r // 2
@@ -44,12 +44,6 @@ def window_mask(n: int, r: int) -> Bool[Tensor, "n n"]:
     position = torch.arange(n)
     return (position[:, None] - position).abs() <= window_side(r)
 
-def windows(x: Float[Tensor, "batch heads n d_x"], r: int) -> Float[Tensor, "batch heads n r d_x"]:
-    "Return the `r` rows (an odd number) around each row of `x`, with zeros beyond the ends."
-    side = window_side(r)
-    padded = F.pad(x, (0, 0, side, side)) # along n: F.pad starts with the last axis
-    return padded.unfold(2, r, 1).mT      # unfold returns (batch, heads, n, d_x, r)
-
 def restricted_attention(
     query: Float[Tensor, "batch heads n d_k"], key: Float[Tensor, "batch heads n d_k"],
     value: Float[Tensor, "batch heads n d_v"], r: int,
@@ -58,10 +52,14 @@ def restricted_attention(
 
     :param r: positions in the window around each query, an odd number
     """
-    one_query = query.unsqueeze(3)          # (batch, heads, n, 1, d_k)
-    ones = torch.ones_like(key[..., :1])
-    exists = windows(ones, r).mT > 0        # (batch, heads, n, 1, r): False beyond the ends
-    output, _ = attention(one_query, windows(key, r), windows(value, r), exists)
+    n = query.size(2)
+    side = window_side(r)
+    offset = torch.arange(-side, side + 1, device=query.device)
+    window = torch.arange(n, device=query.device)[:, None] + offset # (n, r): positions to read
+    exists = (0 <= window) & (window < n)                           # False beyond the ends
+    window = window.clamp(0, n - 1)
+    query = query.unsqueeze(3)                                      # (batch, heads, n, 1, d_k)
+    output, _ = attention(query, key[:, :, window], value[:, :, window], exists.unsqueeze(1))
     return output.squeeze(3)
 
 def count_multiplications(f: Callable[[], object]) -> int:
@@ -88,19 +86,14 @@ def table_1_layers(n: int, d: int, r: int, k: int) -> dict[str, Callable[[], Ten
             'restricted': lambda: restricted_attention(heads, heads, heads, r)}
 
 def sequential_operations(result: Tensor) -> int:
-    "Return the length of the longest chain of operations that autograd recorded for `result`."
-    depth = {}                 # longest chain up to each operation
-    stack = [result.grad_fn]   # the backward graph mirrors the forward operations
-    while stack:
-        node = stack[-1]
-        sources = [source for source, _ in node.next_functions if source is not None]
-        waiting = [source for source in sources if source not in depth]
-        if waiting:
-            stack.extend(waiting)
-        else:
-            depth[node] = 1 + max([depth[source] for source in sources], default=0)
-            stack.pop()
-    return depth[result.grad_fn]
+    "Return the length of autograd's longest chain of operations up to `result`; an input counts."
+    length = 0
+    needed = {result.grad_fn}
+    while needed:
+        length += 1
+        sources = [source for node in needed for source, _ in node.next_functions]
+        needed = {source for source in sources if source is not None} # one operation earlier
+    return length
 
 def information_flow(f: Callable[[Tensor], Tensor], x: Float[Tensor, "1 n d"]) -> Bool[Tensor, "n n"]:
     """Return at [i, j] whether row i of f(x) depends on row j of x.
@@ -110,16 +103,16 @@ def information_flow(f: Callable[[Tensor], Tensor], x: Float[Tensor, "1 n d"]) -
     x = x.detach().requires_grad_()
     rows = []
     for output in f(x)[0]:
-        scalar = output @ torch.randn_like(output) # a plain sum could hide a dependence
-        gradient, = torch.autograd.grad(scalar, x, retain_graph=True)
+        weights = torch.randn_like(output) # a plain sum may be constant, as after layer norm
+        gradient, = torch.autograd.grad(output @ weights, x, retain_graph=True)
         rows.append(gradient[0].abs().sum(-1) > 0)
     return torch.stack(rows)
 
 def path_length(layers: Sequence[Bool[Tensor, "n n"]]) -> int:
     "Return how many layers, given by their flow, connect the first input to the last output."
-    depends = torch.arange(len(layers[0])) == 0  # before the first layer: only position 0
-    for count, layer in enumerate(layers, 1):
-        depends = (layer & depends).any(-1)      # row i reads a position that depends
+    depends = torch.arange(len(layers[0])) == 0
+    for count, reads in enumerate(layers, 1):
+        depends = (reads & depends).any(1)
         if depends[-1]:
             return count
     raise ValueError('too few layers: the last output does not depend on the first input')

@@ -224,28 +224,32 @@ def tour() -> None:
     part(src, 5.34, 'attention_maps', 'looks inside', PURPLE, '11')
 
 def path_lengths() -> None:
-    "How many steps a signal takes from the first input to the last output, for three kinds of layers (Table 1)."
-    ax = canvas(7.5, 2.45)
+    "The shortest path from the first input to the last output, for three kinds of layers (Table 1)."
+    ax = canvas(7.5, 2.75)
     n, gap, rise = 8, 0.27, 0.5
     def place(left, row, column):
-        return left + column * gap, 0.2 + row * rise
-    def panel(left, title, n_rows, edges, path):
+        return left + column * gap, 0.5 + row * rise
+    def panel(left, title, length, n_rows, edges, path, outputs='outputs'):
         for start, end in edges:
             arrow(ax, place(left, *start), place(left, *end), head=False, color=(GREY, 0.35), width=1)
         for start, end in zip(path, path[1:]):
-            arrow(ax, place(left, *start), place(left, *end), head=False, color=BLUE, width=2.2)
-        for row in range(n_rows):
-            for column in range(n):
+            step = np.subtract(place(left, *end), place(left, *start))
+            step *= 1 - 0.06 / np.linalg.norm(step) # the tip stays outside the circle
+            arrow(ax, place(left, *start), tuple(place(left, *start) + step), color=BLUE, width=2.2)
+        for column in range(n):
+            label(ax, *place(left, -0.38, column), column, 8)
+            for row in range(n_rows):
                 color = BLUE if (row, column) in path else GREY
                 ax.plot(*place(left, row, column), 'o', markersize=7, color=color, zorder=3)
-        label(ax, left + 3.5 * gap, 2.3, title, 9, bold=True)
-        label(ax, left + 3.5 * gap, 2.08, f'{len(path) - 1} steps' if len(path) > 2 else '1 step', 9, BLUE)
-    everything = [((0, i), (1, j)) for i in range(n) for j in range(n)]
-    panel(0.2, 'self-attention', 2, everything, [(0, 0), (1, 7)])
-    dilated = [((row, i), (row + 1, j)) for row in range(3) for j in range(n) for i in (j, j - 2 ** row) if i >= 0]
-    panel(2.8, 'dilated convolution, k = 2', 4, dilated, [(0, 0), (1, 1), (2, 3), (3, 7)])
+        label(ax, *place(left, -0.76, 3.5), 'inputs', 8.5)
+        label(ax, *place(left, n_rows - 0.64, 3.5), outputs, 8.5)
+        label(ax, *place(left, 4.28, 3.5), title, 9, bold=True)
+        label(ax, *place(left, 3.88, 3.5), length, 9, BLUE)
+    panel(0.2, 'self-attention', '1 layer', 2, [((0, i), (1, j)) for i in range(n) for j in range(n)], [(0, 0), (1, 7)])
     chain = [((0, i), (1, i)) for i in range(n)] + [((1, i), (1, i + 1)) for i in range(n - 1)]
-    panel(5.4, 'recurrent', 2, chain, [(0, 0), *[(1, i) for i in range(n)]])
+    panel(2.8, 'recurrent', '8 steps in 1 layer', 2, chain, [(0, 0), *[(1, i) for i in range(n)]], 'states = outputs')
+    dilated = [((row, i), (row + 1, j)) for row in range(3) for j in range(n) for i in (j, j - 2 ** row) if i >= 0]
+    panel(5.4, 'dilated convolution, k = 2', '3 layers: dilations 1, 2, 4', 4, dilated, [(0, 0), (1, 1), (2, 3), (3, 7)])
 
 def text_to_batch(
     texts=('the small dog sleeps', 'a cat sees a bird', 'it sings'),

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from annotated_transformer.attention import attention, causal_mask
 from annotated_transformer.complexity import (count_multiplications, information_flow, lstm_steps, path_length,
                                               restricted_attention, sequential_operations, table_1_layers,
-                                              window_mask, windows)
+                                              window_mask)
 
 
 @pytest.mark.parametrize('n, r', [(1, 1), (1, 5), (2, 3), (9, 3), (9, 9), (9, 25), (40, 11)])
@@ -87,11 +87,6 @@ def test_only_the_recurrent_chain_grows():
     short, long = chains(6), chains(16)
     assert long.pop('recurrent') - short.pop('recurrent') == 8 * 10
     assert long == short
-
-
-def test_windows():
-    x = torch.arange(1, 5.).view(1, 1, 4, 1)
-    assert windows(x, 3)[0, 0, :, :, 0].tolist() == [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 0]]
 
 
 def test_information_flow():
