@@ -137,7 +137,7 @@ class CorpusConfig:
     :param skip_header: corpus tsv: leave out the first row of every table
     :param on_error: corpus files, tsv: stop at a bad line to train on, or leave it out
     :param held_out: corpus files, tsv: pairs held out for val and for test, at most a tenth
-    :param on_disk: corpus files, tsv: too large for memory; wmt14 always is
+    :param on_disk: corpus files, tsv: do not keep the text in memory; wmt14 never does
     :param max_words: leave out training pairs with more words on a side
     :param max_ratio: leave out training pairs with one side this many times as long
     :param unique: leave out repeated training pairs
@@ -328,7 +328,7 @@ def build_corpus(
     def load_train():
         pairs = list(read_train())
         if corpus.dropped['blank']:
-            warnings.warn(f'{name}: {corpus.dropped["blank"]} training pairs are blank on a side, and left out')
+            warnings.warn(f'{name}: {corpus.dropped["blank"]} training pairs with a blank side are left out')
         return pairs
 
     for split in missing:

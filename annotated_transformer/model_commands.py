@@ -39,6 +39,8 @@ class Average(Command):
             raise ValueError(f'n={self.n} must be at least 1')
         if self.monitor and not self.best:
             raise ValueError('--monitor says what is best: add --best')
+        if not (self.run / 'log.jsonl').is_file():
+            raise ValueError(f'{self.run} is not the folder of a run: it has no log.jsonl')
         kind = 'best' if self.best else 'last'
         rows = read_log(self.run / 'log.jsonl')
         monitor = self.monitor or 'val_loss'

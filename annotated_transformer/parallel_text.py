@@ -154,7 +154,7 @@ def file_groups(options: Mapping[str, Files | None]) -> list[tuple[Path, ...]]:
     files = {name: as_paths(value) for name, value in options.items()}
     if len(set(map(len, files.values()))) > 1:
         counts = ', '.join(f'{name} names {len(paths) or "none"}' for name, paths in files.items())
-        raise ValueError(f'{" and ".join(files)} go together, file by file: {counts}')
+        raise ValueError(f'{" and ".join(files)} go together, file by file, but {counts}')
     return list(zip(*files.values()))
 
 ANKI_SETTING = re.compile(

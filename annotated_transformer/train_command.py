@@ -288,6 +288,9 @@ class Train(Command):
     @classmethod
     def usual_run(cls, deciding: Mapping[str, Any]) -> RunConfig:
         "Return the settings that the recipe, the preset and the model to start from give."
+        start = deciding.get('start_from')
+        if start and not (Path(start) / 'config.json').is_file():
+            raise ValueError(f'{start} is not a model folder: it has no config.json')
         recipe = deciding.get('recipe') or recipe_for(deciding.get('corpus') or 'toy-ende')
         return default_run(None, deciding.get('preset'), recipe, deciding.get('start_from'))
 

@@ -525,6 +525,11 @@ def test_lines_of_several_sentences_are_named(monkeypatch, run):
         assert ('1 line of the input (the first is 2) may hold several sentences' in printed.err) == warns
 
 
+def test_folders_that_hold_no_model_are_named(fails, tmp_path):
+    assert 'is not a model folder' in fails('train', '--tsv', 'a', '--start-from', tmp_path)
+    assert 'is not the folder of a run' in fails('average', tmp_path)
+
+
 def test_files_in_two_places_are_refused(fails):
     assert '--tsv is given 2 times: name all files after one --tsv' in fails('train', '--tsv', 'a', '--tsv', 'b')
 

@@ -359,7 +359,7 @@ def test_blank_pairs_are_neither_trained_on_nor_held_out(tmp_path):
     src, tgt = write(tmp_path/'a.en', 'one\n \nthree\n'), write(tmp_path/'a.de', 'eins\nzwei\n\n')
     val, test = write(tmp_path/'v.en', 'two\n \n'), write(tmp_path/'v.de', 'zwei\nvier\n')
     corpus = load_corpus('files', src=src, tgt=tgt, val_src=val, val_tgt=test, test_src=val, test_tgt=test)
-    with pytest.warns(UserWarning, match=r'a\.en: 2 training pairs are blank'):
+    with pytest.warns(UserWarning, match=r'a\.en: 2 training pairs with a blank side'):
         assert corpus['train'] == [('one', 'eins')]
     with warnings.catch_warnings():
         warnings.simplefilter('error')
