@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 from .drawing import (
-    arrow, box, canvas, draw_layer, draw_ngrams, draw_residual, draw_stack, frame, label, mask_icon, matrix, swatches)
+    arrow, box, canvas, draw_layer, draw_ngrams, draw_placement, draw_stack, frame, label, mask_icon, matrix, swatches)
 from .plotting import (
     BLUE, GOLD, GREEN, GREY, ORANGE, PALE, PINK, PURPLE, RED, TEAL, color_map)
 
@@ -106,7 +106,7 @@ def layer(kind: str = 'encoder', norm: str = 'post') -> None:
     :param kind: 'encoder' or 'decoder'
     :param norm: 'post' or 'pre'
     """
-    ax = canvas(4, 5.6 if kind == 'encoder' else 8)
+    ax = canvas(4, 5.2 if kind == 'encoder' else 7.35)
     draw_layer(ax, 2.2, kind, norm)
 
 def layers(norm: str = 'post') -> None:
@@ -114,24 +114,20 @@ def layers(norm: str = 'post') -> None:
 
     :param norm: 'post' or 'pre'
     """
-    ax = canvas(7.5, 8)
+    ax = canvas(7.5, 7.35)
     draw_layer(ax, 1.8, 'encoder', norm)
     draw_layer(ax, 6.25, 'decoder', norm)
-    swatches(ax, 0.75, 7.6, {'skip path': BLUE, 'attention; may attend': PURPLE, 'masked': PALE,
-                             'feed-forward network': TEAL, 'layer norm': ORANGE, 'from the encoder': GREEN})
+    swatches(ax, 0.75, 6.8, {'residual connection': BLUE, 'attention; may attend': PURPLE, 'masked': PALE})
 
 def norms() -> None:
-    "Post-norm beside pre-norm: the skip path (blue) and the layer norms (orange)."
-    ax = canvas(7.5, 5.75)
-    columns = [(1.85, 'post', 'norm(x + dropout(sublayer(x)))', 'every norm interrupts the skip path'),
-               (5.55, 'pre', 'x + dropout(sublayer(norm(x)))', 'nothing interrupts the skip path')]
-    for x, norm, formula, note in columns:
-        draw_residual(ax, x, 0.5, 'residual1', 'self_attention', PURPLE, norm)
-        draw_residual(ax, x, 2.9, 'residual2', 'feed_forward', TEAL, norm)
-        arrow(ax, (x, 5.1), (x, 5.3), **(dict(color=BLUE, width=2.2) if norm == 'pre' else {}))
-        label(ax, x, 5.4, formula, 8, code=True)
-        label(ax, x, 5.63, f"norm='{norm}'", 9, code=True, bold=True)
-        label(ax, x, 0.13, note, 9)
+    "Post-norm beside pre-norm: the residual connections (blue) and the layer norms (orange)."
+    ax = canvas(7.5, 5.7)
+    columns = [(1.85, 'post', 'norm(x + dropout(sublayer(x)))'), (5.55, 'pre', 'x + dropout(sublayer(norm(x)))')]
+    for x, norm, formula in columns:
+        draw_placement(ax, x, norm)
+        label(ax, x, 5.35, formula, 8, code=True)
+        label(ax, x, 5.58, f"norm='{norm}'", 9, code=True, bold=True)
+        label(ax, x, 0.2, 'x', 8, code=True)
 
 def transformer() -> None:
     "The whole model: shapes, masks, and the one matrix of both embeddings and the output layer."
@@ -249,7 +245,8 @@ def path_lengths() -> None:
     chain = [((0, i), (1, i)) for i in range(n)] + [((1, i), (1, i + 1)) for i in range(n - 1)]
     panel(2.8, 'recurrent', '8 steps in 1 layer', 2, chain, [(0, 0), *[(1, i) for i in range(n)]], 'states = outputs')
     dilated = [((row, i), (row + 1, j)) for row in range(3) for j in range(n) for i in (j, j - 2 ** row) if i >= 0]
-    panel(5.4, 'dilated convolution, k = 2', '3 layers: dilations 1, 2, 4', 4, dilated, [(0, 0), (1, 1), (2, 3), (3, 7)])
+    panel(5.4, 'dilated convolution, k = 2', '3 layers: dilations 1, 2, 4', 4, dilated,
+          [(0, 0), (1, 1), (2, 3), (3, 7)])
 
 def text_to_batch(
     texts=('the small dog sleeps', 'a cat sees a bird', 'it sings'),

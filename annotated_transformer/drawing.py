@@ -3,7 +3,7 @@
 """Drawing: the parts from which the book's diagrams are drawn, for contributors who add a diagram."""
 
 __all__ = ['VEIL', 'Box', 'canvas', 'label', 'box', 'frame', 'arrow', 'matrix', 'swatches', 'plus', 'mask_icon', 'draw_residual',
-           'draw_layer', 'draw_ngrams', 'draw_stack']
+           'draw_layer', 'draw_ngrams', 'draw_placement', 'draw_stack']
 
 from collections import Counter
 from itertools import product
@@ -135,9 +135,9 @@ def draw_residual(ax, x, y, name, sublayer, color, norm):
     parts = ['norm', sublayer, 'dropout', '+'] if norm == 'pre' else [sublayer, 'dropout', '+', 'norm']
     colors = {'norm': ORANGE, 'dropout': GREY, sublayer: color}
     skip = dict(color=BLUE, width=2.2)
-    frame(ax, x - 1.05, y, x + 1.15, y + 2.2, name)
-    arrow(ax, (x, y - 0.2), (x, y + 0.13), head=False, **skip)
-    height, last, places = y + 0.42, (x, y + 0.12), {}
+    frame(ax, x - 1.05, y, x + 1.15, y + 2, name)
+    arrow(ax, (x, y - 0.16), (x, y + 0.13), head=False, **skip)
+    height, last, places = y + 0.4, (x, y + 0.12), {}
     for part in parts:
         if part == '+':
             places[part] = plus(ax, x, height)
@@ -145,9 +145,9 @@ def draw_residual(ax, x, y, name, sublayer, color, norm):
             places[part] = box(ax, x, height, part, '', colors[part], 1.5, 0.28)
         arrow(ax, last, places[part].bottom)
         last = places[part].top
-        height += 0.45
+        height += 0.4
     arrow(ax, (x, y + 0.12), (x + 0.95, y + 0.12), (x + 0.95, places['+'].y), places['+'].right, **skip)
-    arrow(ax, last, (x, y + 2.2), head=False, **(skip if norm == 'pre' else {}))
+    arrow(ax, last, (x, y + 2), head=False, **(skip if norm == 'pre' else {}))
     return places[sublayer]
 
 def draw_layer(ax, x, kind, norm) -> None:
@@ -160,7 +160,7 @@ def draw_layer(ax, x, kind, norm) -> None:
     y = 0.4
     for i, (sublayer, color) in enumerate(parts, 1):
         place = draw_residual(ax, x, y, f'residual{i}', sublayer, color, norm)
-        y += 2.4
+        y += 2.16
         if sublayer == 'feed_forward':
             continue
         causal = kind == 'decoder' and sublayer == 'self_attention'
@@ -173,9 +173,9 @@ def draw_layer(ax, x, kind, norm) -> None:
         icon = mask_icon(ax, x - 1.45, enter - (0.1 if enter < place.y else 0), 'causal' if causal else 'padding', 0.07)
         arrow(ax, (icon.right[0], enter), (place.left[0], enter), color=PURPLE)
         label(ax, x - 1.1, icon.y - 0.3, 'tgt_mask' if causal else 'src_mask', 8, PURPLE, code=True, ha='right')
-    arrow(ax, (x, y - 0.2), (x, y + 0.02))
-    label(ax, x, y + 0.12, f'(batch, {length}, d_model)', 8, code=True)
-    label(ax, x, y + 0.32, f'{kind.title()}Layer', 9, code=True, bold=True)
+    arrow(ax, (x, y - 0.16), (x, y + 0.06))
+    label(ax, x, y + 0.16, f'(batch, {length}, d_model)', 8, code=True)
+    label(ax, x, y + 0.36, f'{kind.title()}Layer', 9, code=True, bold=True)
 
 def draw_ngrams(ax, x, y, tokens, reference) -> float:
     """The n-grams of a translation from `x` on, with the tokens at height `y`. Returns where the next may start.
@@ -201,6 +201,18 @@ def draw_ngrams(ax, x, y, tokens, reference) -> float:
                 box(ax, (centres[i] + centres[i + n - 1]) / 2, height, '', '', color, 0.24, 0.22)
         label(ax, x + widths.sum() + 0.06, height, f'{n_matches}/{n_ngrams}', 8.5, ha='left')
     return x + widths.sum() + 0.6
+
+def draw_placement(ax, x, norm) -> None:
+    "Two sublayers for one placement of the norms, with the norm that ends a pre-norm stack."
+    draw_residual(ax, x, 0.5, 'residual1', 'self_attention', PURPLE, norm)
+    draw_residual(ax, x, 2.66, 'residual2', 'feed_forward', TEAL, norm)
+    top = x, 4.66
+    if norm == 'pre':
+        last = box(ax, x, 4.97, 'norm', '', ORANGE, 1.5, 0.28)
+        arrow(ax, top, last.bottom, color=BLUE, width=2.2)
+        label(ax, last.right[0] + 0.08, 4.97, 'after the last\nlayer only', 8.5, ha='left', va='center')
+        top = last.top
+    arrow(ax, top, (x, 5.23))
 
 def draw_stack(ax, x, bottom, name, parts) -> list:
     "The layers of an encoder or decoder with their residual connections. Returns the sublayers' boxes, then the frame."

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from PIL import Image
 
-BLUE = '#2879d4'    # queries; the skip path; the first series of a plot
+BLUE = '#2879d4'    # queries; residual connections; the first series of a plot
 ORANGE = '#d05809'  # keys; layer norm
 GREEN = '#208a55'   # values and outputs
 PURPLE = '#8e5ed0'  # attention and its weights; what a mask lets pass
