@@ -91,6 +91,7 @@ def model_card(folder: str | Path, name: str | None = None) -> str:
     run = training.get('run', {})
     corpus = run.get('corpus')
     langs = corpus['pair'].split('-') if corpus else []
+    local_name = folder.name if folder.is_absolute() else folder.as_posix()
     languages = f' from {langs[0]} to {langs[1]}' if langs else ''
     metadata = ['---', *(['language:', *(f'- {lang}' for lang in langs)] if langs else []),
                 'library_name: annotated_transformer', 'pipeline_tag: translation', '---']
@@ -98,7 +99,7 @@ def model_card(folder: str | Path, name: str | None = None) -> str:
     version = training.get('versions', {}).get('annotated_transformer', __version__)
     parts = ['\n'.join(metadata), f'# Translation{languages}',
              f'A model of {n_parameters:,} parameters, made with annotated_transformer {version}.',
-             '## Use', USE.format(name=name or (folder.name if folder.is_absolute() else folder.as_posix())), '## Scores']
+             '## Use', USE.format(name=name or local_name), '## Scores']
     rows, signatures = score_rows(training)
     if rows:
         parts += [table(['test set', 'sentences', 'BLEU', 'chrF'], rows), '<br>'.join(signatures), SCORES_NOTE]
