@@ -298,6 +298,9 @@ def with_suggestion(
     options: Mapping[str, Option],
 ) -> str:
     "Add to an error about an unknown option which options it may stand for: those that it begins, or a similar one."
+    file = re.match(r'Unrecognized options: ([^-]\S*\.(?:tsv|txt))$', message)
+    if file and 'tsv' in options:
+        return f'{message} (did you mean --tsv {file[1]}?)'
     found = re.match(r'Unrecognized options: (--[\w-]+)', message)
     if not found:
         return message

@@ -525,6 +525,10 @@ def test_lines_of_several_sentences_are_named(monkeypatch, run):
         assert ('1 line of the input (the first is 2) may hold several sentences' in printed.err) == warns
 
 
+def test_a_table_without_its_option_is_recognized(fails):
+    assert 'did you mean --tsv pairs.tsv?' in fails('train', 'pairs.tsv')
+
+
 def test_folders_that_hold_no_model_are_named(fails, tmp_path):
     assert 'is not a model folder' in fails('train', '--tsv', 'a', '--start-from', tmp_path)
     assert 'is not the folder of a run' in fails('average', tmp_path)
