@@ -9,8 +9,9 @@ __all__ = ['attention', 'heads', 'positions', 'layer', 'layers', 'norms', 'trans
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from .drawing import (
-    arrow, box, canvas, draw_layer, draw_ngrams, draw_placement, draw_stack, frame, label, mask_icon, matrix, swatches)
+from annotated_transformer.drawing import (
+    arrow, box, canvas, draw_layer, draw_ngrams, draw_placement, draw_stack, frame, label, mask_icon, matrix,
+    numbered_box, swatches)
 from .plotting import (
     BLUE, GOLD, GREEN, GREY, ORANGE, PALE, PINK, PURPLE, RED, TEAL, color_map)
 
@@ -177,47 +178,48 @@ def transformer() -> None:
     arrow(ax, (tgt + 0.85, 0.6), (7.0, 0.6), (7.0, 6.9), (tgt + 0.85, 6.9), **link)
     label(ax, 7.2, 3.75, 'one shared matrix (tied)', 8.5, GOLD, rotation=90, va='center')
 
-def tour() -> None:
-    "The whole model in plain words, with the number of the page that explains each part."
-    ax = canvas(7.5, 7.2)
-    src, tgt, width = 1.75, 5.05, 2.3
-    def part(x, y, name, note, color, page):
-        place = box(ax, x, y, '', '', color, width, 0.48)
-        box(ax, place.right[0] - 0.26, y, '', '', '#00000038', 0.36, 0.34)
-        label(ax, x - 0.17, y + 0.1, name, 9, 'white', code=True, bold=True)
-        label(ax, x - 0.17, y - 0.11, note, 8, 'white')
-        label(ax, place.right[0] - 0.26, y, page, 9, 'white', bold=True)
-        return place
-    def column(x, text, y, *places):
+def tour(ids=(90, 257, 579, 507, 44, 5, 2)) -> None:
+    "The whole model at one step of the translation of `ids`, with the number of the page that explains each part."
+    ax = canvas(7.5, 8)
+    src, tgt = 1.75, 5.05
+    self_attention = ('self_attention', 'attends to all source tokens', PURPLE, '01')
+    masked_attention = ('self_attention', 'causal mask: tokens so far', PURPLE, '01')
+    cross_attention = ('cross_attention', 'attends to the source', PURPLE, '01')
+    feed_forward = ('feed_forward', 'processes each token', TEAL, '03')
+    options = dict(draw=numbered_box, width=2.3, pitch=0.96, note='add & norm    03')
+    encoder = draw_stack(ax, src, 2.42, 'encoder', [self_attention, feed_forward], **options)
+    decoder = draw_stack(ax, tgt, 2.42, 'decoder', [masked_attention, cross_attention, feed_forward], **options)
+    for x, side, length in [(src, 'src', len(ids)), (tgt, 'tgt', 3)]:
+        embed = numbered_box(ax, x, 1.42, f'{side}_embed', 'one vector per token', GOLD, '04')
+        position = numbered_box(ax, x, 2.02, f'{side}_positions', 'adds the position', PINK, '02')
+        arrow(ax, (x, 0.95), embed.bottom)
+        arrow(ax, embed.top, position.bottom)
+        label(ax, x + 0.1, 2.32, f'(1, {length}, 128)', 8, code=True, ha='left')
+    read = numbered_box(ax, src, 0.72, 'Tokenizer', 'text to token ids', GREY, '06')
+    arrow(ax, (src, 0.3), read.bottom)
+    label(ax, src + 0.1, 1.07, list(ids), 8, code=True, ha='left')
+    for x, y, text in [(src, 0.17, 'The small dog sleeps.'), (tgt, 0.85, '<bos> Der kleine'),
+                       (tgt, 7.88, 'Der kleine Hund schläft.'), (src, 7.76, 'around the model')]:
         label(ax, x, y, text, 9.5, bold=True)
-        arrow(ax, (x, y + 0.13), places[0].bottom)
-        for below, above in zip(places, places[1:]):
-            arrow(ax, below.top, above.bottom)
-    frame(ax, src - 1.28, 2.43, src + 1.28, 4.1, 'encoder', '× n_layers')
-    frame(ax, tgt - 1.28, 2.43, tgt + 1.28, 4.78, 'decoder', '× n_layers')
-    sides = [(src, 'src', 'attends to all source tokens'), (tgt, 'tgt', 'attends to tokens so far')]
-    both = [[part(x, 1.44, f'{side}_embed', 'one vector per token', GOLD, '04'),
-             part(x, 2.1, f'{side}_positions', 'adds the position', PINK, '02'),
-             part(x, 2.85, 'self_attention', note, PURPLE, '01')]
-            for x, side, note in sides]
-    read = part(src, 0.78, 'Tokenizer', 'text to token ids', GREY, '06')
-    column(src, 'the small dog sleeps', 0.17, read, *both[0],
-           part(src, 3.52, 'feed_forward', 'processes each token', TEAL, '03'))
-    cross = part(tgt, 3.52, 'cross_attention', 'attends to the source', PURPLE, '01')
-    search = part(tgt, 5.82, 'beam_search', 'chooses the next token', BLUE, '08')
-    write = part(tgt, 6.5, 'Tokenizer', 'token ids to text', GREY, '06')
-    column(tgt, '<bos> der kleine', 0.93, *both[1], cross,
-           part(tgt, 4.2, 'feed_forward', 'processes each token', TEAL, '03'),
-           part(tgt, 5.15, 'lm_head', 'logits of the next token', GOLD, '04'), search, write)
-    arrow(ax, (src, 3.76), (src, 4.33), (3.4, 4.33), (3.4, cross.y), cross.left, color=GREEN)
-    label(ax, 2.55, 4.44, 'encoder_output', 8.5, GREEN, code=True, bold=True)
-    arrow(ax, write.top, (tgt, 6.94))
-    label(ax, tgt, 7.05, 'der kleine Hund schläft', 9.5, bold=True)
-    arrow(ax, search.right, (6.75, search.y), (6.75, 0.93), (tgt + 0.72, 0.93), color=BLUE)
-    label(ax, 6.97, 3.4, 'append the next token id, repeat', 9, BLUE, rotation=90, va='center')
-    part(src, 6.5, 'training', 'learns the parameters', RED, '07')
-    part(src, 5.92, 'scoring', 'measures quality', GREEN, '09')
-    part(src, 5.34, 'attention_maps', 'looks inside', PURPLE, '11')
+    arrow(ax, (src, encoder[-1].top[1]), (src, 4.98), (3.52, 4.98), (3.52, decoder[1].y), decoder[1].left, color=GREEN)
+    label(ax, 2.6, 5.1, f'encoder_output (1, {len(ids)}, 128)', 8.5, GREEN, code=True, bold=True)
+    label(ax, 2.62, 4.87, 'to every decoder layer', 8, GREEN)
+    head = numbered_box(ax, tgt, 6.16, 'lm_head', 'one logit per token', GOLD, '04')
+    search = numbered_box(ax, tgt, 6.8, 'beam_search', 'chooses the next token', BLUE, '08')
+    write = numbered_box(ax, tgt, 7.43, 'Tokenizer', 'token ids to text', GREY, '06')
+    arrow(ax, (tgt, decoder[-1].top[1]), head.bottom)
+    arrow(ax, head.top, search.bottom)
+    arrow(ax, search.top, write.bottom)
+    arrow(ax, write.top, (tgt, 7.77))
+    label(ax, tgt + 0.1, 6.47, 'softmax', 8, ha='left')
+    label(ax, tgt + 0.1, 7.11, 'after <eos>', 8, ha='left')
+    arrow(ax, search.right, (6.85, search.y), (6.85, 0.85), (tgt + 0.72, 0.85), color=BLUE)
+    label(ax, 7.07, 3.8, 'append the next token (here: Hund), repeat until <eos>', 9, BLUE, rotation=90, va='center')
+    around = [('complexity', 'why attention?', '05'), ('training', 'learns the parameters', '07'),
+              ('scoring', 'measures quality', '09'), ('english_to_german', 'all steps on real text', '10'),
+              ('attention_maps', 'records attention weights', '11')]
+    for i, (name, note, page) in enumerate(around):
+        numbered_box(ax, src, 7.43 - 0.49 * i, name, note, GREY, page)
 
 def path_lengths() -> None:
     "The shortest path from the first input to the last output, for three kinds of layers (Table 1)."

@@ -2,8 +2,8 @@
 
 """Drawing: the parts from which the book's diagrams are drawn, for contributors who add a diagram."""
 
-__all__ = ['VEIL', 'Box', 'canvas', 'label', 'box', 'frame', 'arrow', 'matrix', 'swatches', 'plus', 'mask_icon', 'draw_residual',
-           'draw_layer', 'draw_ngrams', 'draw_placement', 'draw_stack']
+__all__ = ['VEIL', 'Box', 'canvas', 'label', 'box', 'numbered_box', 'frame', 'arrow', 'matrix', 'swatches', 'plus', 'mask_icon',
+           'draw_residual', 'draw_layer', 'draw_ngrams', 'draw_placement', 'draw_stack']
 
 from collections import Counter
 from itertools import product
@@ -75,6 +75,16 @@ def box(ax, x, y, name, note='', color=BLUE, width=1.5, height=None, code=True) 
     label(ax, x, y + (0.09 if note else 0), name, size, text_color, code, bold=True)
     label(ax, x, y - 0.11, note, 8, text_color)
     return Box(x, y, width, height)
+
+def numbered_box(ax, x, y, name, note, color, number, width=2.3) -> Box:
+    "A box with a number, such as that of a page, at its right end."
+    place = box(ax, x, y, '', '', color, width, 0.42)
+    right = place.right[0] - 0.24
+    box(ax, right, y, '', '', '#00000038', 0.34, 0.3)
+    label(ax, x - 0.19, y + 0.09, name, 9, 'white', code=True, bold=True)
+    label(ax, x - 0.19, y - 0.11, note, 8, 'white')
+    label(ax, right, y, number, 9, 'white', bold=True)
+    return place
 
 def frame(ax, left, bottom, right, top, name='', note='', color=GREY) -> Box:
     "A rounded outline around a part of the drawing: a name in its upper left corner, a note in the upper right one."
@@ -214,20 +224,26 @@ def draw_placement(ax, x, norm) -> None:
         top = last.top
     arrow(ax, top, (x, 5.23))
 
-def draw_stack(ax, x, bottom, name, parts) -> list:
-    "The layers of an encoder or decoder with their residual connections. Returns the sublayers' boxes, then the frame."
-    top = bottom + 0.45 + 1.2 * len(parts)
-    around = frame(ax, x - 1.0, bottom, x + 1.2, top, name, '× n_layers')
+def draw_stack(ax, x, bottom, name, parts, draw=box, width=1.7, pitch=1.2, note='add & norm') -> list:
+    """The layers of an encoder or decoder with their residual connections.
+
+    `draw` draws each part from its values and `width`. Returns the boxes of the parts, then the frame.
+    """
+    half = width / 2
+    top = bottom + 0.42 + pitch * len(parts)
+    around = frame(ax, x - half - 0.15, bottom, x + half + 0.35, top, name, '× n_layers')
     places, last = [], (x, bottom - 0.2)
-    for i, (sublayer, note, color) in enumerate(parts, 1):
-        y = bottom + 0.55 + 1.2 * (i - 1)
-        place = box(ax, x, y, sublayer, note, color, 1.7)
-        residual = box(ax, x, y + 0.55, '', '', GREY, 1.7, 0.28)
-        label(ax, x - 0.77, y + 0.55, f'residual{i}', 9, 'white', code=True, bold=True, ha='left')
-        label(ax, x + 0.77, y + 0.55, 'add & norm', 8, 'white', ha='right')
+    for i, part in enumerate(parts, 1):
+        y = bottom + pitch * (i - 0.54)
+        above = y + 0.46 * pitch
+        below = y - 0.33
+        place = draw(ax, x, y, *part, width)
+        residual = box(ax, x, above, '', '', GREY, width, 0.28)
+        label(ax, x - half + 0.08, above, f'residual{i}', 9, 'white', code=True, bold=True, ha='left')
+        label(ax, x + half - 0.08, above, note, 8, 'white', ha='right')
         arrow(ax, last, place.bottom)
         arrow(ax, place.top, residual.bottom, head=False)
-        arrow(ax, (x, y - 0.34), (x + 1.05, y - 0.34), (x + 1.05, residual.y), residual.right, color=BLUE)
+        arrow(ax, (x, below), (x + half + 0.2, below), (x + half + 0.2, above), residual.right, color=BLUE)
         last = residual.top
         places.append(place)
     arrow(ax, last, (x, top), head=False)
