@@ -62,7 +62,7 @@ class Batch:
     """Sentence pairs as two padded tensors: source + EOS, and BOS + target + EOS.
 
     :param src: ids of the sources
-    :param tgt: ids of the targets
+    :param tgt: ids of the targets, one column more than `tgt_in`
     """
     src: Int[Tensor, "batch n"]
     tgt: Int[Tensor, "batch m_plus_1"]
@@ -146,7 +146,7 @@ class BatchLoader:
         self.max_tokens = max_tokens
         self.seed = seed
         self.shuffle = shuffle
-        self.lengths = [(len(src) + 1, len(tgt) + 1) for src, tgt in pairs] # + EOS; BOS +
+        self.lengths = [(len(src) + 1, len(tgt) + 1) for src, tgt in pairs] # 1 for EOS or BOS
         self.n_batches = len(token_batches(self.lengths, max_tokens)) # shuffling does not change it
 
     def __len__(self) -> int:

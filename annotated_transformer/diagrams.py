@@ -282,21 +282,22 @@ def text_to_batch(
     swatches(ax, 1.68, 0.13, {f'EOS = {eos}': GOLD, f'PAD = {pad}': PALE}, across=1.0)
 
 def target_shift(tokens=('der', 'kleine', 'Hund', 'schläft')) -> None:
-    """The decoder's input and what it must predict from it: the token below, given all tokens up to this column.
+    """The decoder's input, and below it what each column predicts from all inputs up to it; one is highlighted.
 
     :param tokens: the target, without special tokens
     """
     n = len(tokens) + 1
     width = min(1.0, 6.4 / n)
-    ax = canvas(1.05 + n * width, 1.35)
-    for y, name, row in [(1.1, 'tgt_in', ['BOS', *tokens]), (0.2, 'tgt_out', [*tokens, 'EOS'])]:
+    ax = canvas(1.05 + n * width, 1.6)
+    for y, name, row in [(1.35, 'tgt_in', ['BOS', *tokens]), (0.2, 'tgt_out', [*tokens, 'EOS'])]:
         label(ax, 0.05, y, name, 9, code=True, bold=True, ha='left')
         for j, token in enumerate(row):
             color = GOLD if token in ('BOS', 'EOS') else TEAL
             box(ax, 1.0 + (j + 0.5) * width, y, token, '', color, width - 0.08, 0.32, code=False)
-    for j in range(n):
-        arrow(ax, (1.0 + (j + 0.5) * width, 0.92), (1.0 + (j + 0.5) * width, 0.38))
-    label(ax, 0.05, 0.65, 'predicts', 9, ha='left')
+    for i, j in np.argwhere(np.triu(np.ones((n, n)))): # prediction j depends on input i
+        style = dict(color=PURPLE, width=2) if j == (n - 1) // 2 else dict(color=(GREY, 0.45), width=1)
+        arrow(ax, (1.0 + (i + 0.5) * width, 1.17), (1.0 + (j + 0.5) * width, 0.38), head=i == j, **style)
+    label(ax, 0.05, 0.78, 'predicts', 9, ha='left')
 
 def training_loop() -> None:
     "One optimizer step: from a batch over the loss and its gradient to new weights."
