@@ -83,8 +83,8 @@ def require(config, library: str, kinds: Sequence[str], **allowed: tuple) -> Non
     """
     kind = kind_of(config)
     if kind not in kinds:
-        raise ValueError(f'kind={kind!r}: {library} can only represent the kinds {", ".join(kinds)}. To export a model, '
-                         'train it with --positions sinusoidal')
+        raise ValueError(f'kind={kind!r}: {library} can only represent the kinds {", ".join(kinds)}. '
+                         'To export a model, train it with --positions sinusoidal')
     for name, values in allowed.items():
         value = getattr(config, name)
         if value not in values:
