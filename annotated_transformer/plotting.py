@@ -141,7 +141,7 @@ def color_map(color: str = PURPLE, negative: str = '', opaque: bool = True) -> L
         if not opaque:
             return [(*to_rgb(GREY), 0.1), (*to_rgb(hue), 0.55), (*to_rgb(hue), 1)]
         rgb = np.array(to_rgb(hue))
-        return [tuple(0.7 + 0.2 * rgb), tuple(rgb), tuple(0.62 * rgb)]
+        return [tuple(0.9 + 0.06 * rgb), tuple(rgb), tuple(0.62 * rgb)]
     colors = shades(color)
     if negative:
         middle = (*to_rgb(GREY), 0.1) if not opaque else (0.88, 0.88, 0.89) # zero belongs to neither colour

@@ -206,6 +206,20 @@ def test_sizes_that_do_not_divide_evenly(sizes):
         MultiHeadAttention(*sizes)
 
 
+def test_head_sizes_of_zero():
+    "Zero is an error, not a request for the default."
+    for sizes in [(12, 3, 0), (12, 3, None, 0), (12, 3, -1, 4)]:
+        with pytest.raises(ValueError, match='must be at least 1'):
+            MultiHeadAttention(*sizes)
+
+
+def test_a_mask_without_an_axis_for_heads_is_refused():
+    "Of shape (batch, m, n) it would align with the heads: with as many heads as sentences, no shape tells."
+    x = torch.randn(3, 5, 12)
+    with pytest.raises(jaxtyping.TypeCheckError, match="parameter 'mask'"):
+        MultiHeadAttention(12, 3)(x, x, x, torch.ones(3, 5, 5, dtype=torch.bool))
+
+
 def test_merging_undoes_splitting():
     x = torch.randn(2, 5, 12)
     for n_heads in (1, 2, 3, 12):
