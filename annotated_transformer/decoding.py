@@ -163,7 +163,7 @@ def beam_search(
         if len(finished) == n_best:
             bound = normalized_score(log_prob[0].item(), limit, length_penalty)
             if beam_size == 1 or finished[-1].normalized_score >= bound:
-                return finished # no active hypothesis can win any more
+                return finished # none can win any more; a beam of 1 stops as greedy does
     for i in range(n_best - len(finished)):
         normalized = normalized_score(log_prob[i].item(), limit, length_penalty)
         finished.append(Hypothesis(tgt[i, 1:].tolist(), log_prob[i].item(), normalized))

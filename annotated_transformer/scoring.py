@@ -89,7 +89,7 @@ class Comparison:
 
     :param bleu: of the first
     :param against: BLEU of the second, the baseline
-    :param p_value: one-sided for a clear winner (double it for two sides); 1 for equal scores
+    :param p_value: one-sided for a clear winner, too small near a tie, 1 for equal scores
     """
     bleu: float
     against: float
