@@ -29,6 +29,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from .files import (
     atomic_folder, atomic_open, atomic_write, checksum, read_json, recover, to_json)
+from .run_folder import check_model_folder, lock_folder
 from .training import average_weights
 
 @dataclass
@@ -160,9 +161,7 @@ def load_model(folder: str | Path) -> nn.Module:
     :return: in evaluation mode
     """
     folder = Path(folder)
-    for name in ('config.json', 'model.safetensors'):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f'{folder} is not a model folder: it has no {name}')
+    check_model_folder(folder)
     fields = read_json(folder / 'config.json')
     try:
         model = build_model(config_from_json(fields))
@@ -390,7 +389,6 @@ def average_checkpoints(folders: Sequence[str | Path], out: str | Path) -> Path:
             if _content(folder / name) != _content(folders[0] / name):
                 raise ValueError(f'{folder} cannot be averaged with {folders[0]}: '
                                  f'their {name} differ')
-    from annotated_transformer.run_folder import lock_folder
     runs = {folder.parent.parent for folder in folders if folder.parent.name == 'checkpoints'}
     with contextlib.ExitStack() as locks: # a run in progress removes old checkpoints
         for run in sorted(runs):

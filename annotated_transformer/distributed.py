@@ -3,8 +3,8 @@
 """Many machines: train one model with several processes: what they exchange, why they end with the same weights, and
 when more GPUs stop helping."""
 
-__all__ = ['RENDEZVOUS_TIMEOUT', 'TIMEOUT', 'Processes', 'init_process_group', 'destroy_process_group', 'rendezvous_store',
-           'connect_to_announced_port']
+__all__ = ['RENDEZVOUS_TIMEOUT', 'TIMEOUT', 'Processes', 'usable_device', 'init_process_group', 'destroy_process_group',
+           'rendezvous_store', 'connect_to_announced_port']
 
 import contextlib
 import gc
@@ -73,6 +73,17 @@ class Processes:
         if self.size > 1:
             for parameter in module.parameters():
                 dist.broadcast(parameter.data, 0)
+
+def usable_device(device: str | torch.device | None) -> torch.device:
+    """Return a device. Raises ValueError if PyTorch cannot use it here.
+
+    :param device: None: 'cuda' if PyTorch finds a CUDA GPU, else 'cpu'
+    """
+    best = 'cuda' if torch.cuda.is_available() else 'cpu'
+    try:
+        return torch.empty(0, device=best if device is None else device).device
+    except (RuntimeError, AssertionError, TypeError):
+        raise ValueError(f'device={device!r} cannot be used here: choose {best!r}') from None
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=1) # for finding each other; after it, torchrun restarts all processes
 TIMEOUT = timedelta(minutes=30)           # for a collective; long, because rank 0 may be preparing data or validating

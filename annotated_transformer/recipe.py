@@ -27,7 +27,7 @@ from .batches import Batch, encode_pairs
 from .bpe_dropout import dropout_pairs
 from .checkpoints import build_model, copy_weights, load_model, save_model
 from .corpora import Corpus, CorpusConfig, load_corpus
-from .distributed import Processes
+from .distributed import Processes, usable_device
 from .files import read_json
 from .kernels import accelerate
 from .large_corpora import open_pairs, train_tokenizer_on
@@ -41,7 +41,7 @@ from .run_log import tensorboard_writer
 from .scoring import Scores, score
 from .trainer import TrainConfig, Trainer
 from .transformer import PRESETS, TransformerConfig
-from .translator import Translator, best_device
+from .translator import Translator
 from .vocabulary import Tokenizer, load_tokenizer
 from .word_vectors import use_vectors
 
@@ -282,7 +282,7 @@ def new_model(
         copy_trained_weights(model, Path(config.start_from))
     if config.vectors:
         metrics['covered_by_vectors'] = use_vectors(model, config.vectors, tokenizer, config.freeze_vectors)
-    return accelerate(model).to(device or best_device()), metrics
+    return accelerate(model).to(usable_device(device)), metrics
 
 def overwrites_its_start(config: RunConfig, out: Path) -> bool:
     "Whether `start_from` is the run's own folder or one of its checkpoints."
@@ -431,6 +431,8 @@ def save_scored(
     if progress_bar:
         print('scoring the validation set', file=sys.stderr)
     scores, _ = evaluate(translator, corpus['val'], progress_bar)
-    translator.training |= {'run': settings_dict(config), 'progress': asdict(trainer.progress), 'val': asdict(scores),
+    progress = asdict(trainer.progress)
+    progress['epochs'] = trainer.progress.epoch + trainer.progress.batch / len(trainer.loader)
+    translator.training |= {'run': settings_dict(config), 'progress': progress, 'val': asdict(scores),
                             'versions': versions(), 'data': read_json(out / 'run.json').get('data', {})}
     translator.save(out)

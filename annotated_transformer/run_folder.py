@@ -3,8 +3,8 @@
 """The folder of a run: one process at a time, the settings that it began with, and the data that it began with."""
 
 __all__ = ['RUN_FILES', 'LIMITS', 'LOCK', 'settings_dict', 'numbered', 'resumable_settings', 'differences', 'read_run_json',
-           'stored_settings', 'data_files', 'data_record', 'changed_files', 'check_data', 'is_finished', 'claim_folder',
-           'try_lock', 'lock_holder', 'is_same_file', 'lock_file', 'lock_folder']
+           'stored_settings', 'data_files', 'data_record', 'changed_files', 'check_data', 'check_model_folder',
+           'is_finished', 'claim_folder', 'try_lock', 'lock_holder', 'is_same_file', 'lock_file', 'lock_folder']
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -130,6 +130,21 @@ def check_data(out: Path, old: dict[str, dict], new: dict[str, dict]) -> None:
     if changed:
         raise ValueError(f'the data of {out} is not what it was trained on: {"; ".join(changed)}. Restore it to '
                          f'resume, or start a new run from this one: another --out with --start-from {out}')
+
+def check_model_folder(folder: Path, names: Sequence[str] = ('config.json', 'model.safetensors')) -> None:
+    "Raise FileNotFoundError that says which of these files a folder lacks, or that its run has not finished."
+    missing = [name for name in names if not (folder / name).is_file()]
+    if not missing:
+        return
+    checkpoints = sorted(folder.glob('checkpoints/step-????????'))
+    problem = f'is not a model folder: it has no {missing[0]}'
+    if not folder.exists():
+        problem = 'is not a model folder: it does not exist'
+    elif checkpoints:
+        problem = f'holds a run that has not finished: wait, or use its newest checkpoint, {checkpoints[-1]}'
+    elif (folder / 'run.json').is_file():
+        problem = 'holds a run that has not finished, and has no checkpoint yet'
+    raise FileNotFoundError(f'{folder} {problem}')
 
 def is_finished(out: Path, config) -> bool:
     "Whether the folder holds this run, finished with these limits."

@@ -2,12 +2,16 @@
 
 """Text streams: feed a model any number of lines, of any kind, without running out of memory."""
 
-__all__ = ['FLUSH', 'length_groups', 'buffered', 'to_text', 'InputReport', 'require', 'require_pairs', 'SentenceSplitter']
+__all__ = ['FLUSH', 'FRACTIONS', 'OTHER_NAMES', 'length_groups', 'buffered', 'to_text', 'InputReport', 'require', 'require_pairs',
+           'require_prefix', 'require_numbers', 'refuse_unknown', 'changed_settings', 'SentenceSplitter']
 
+import difflib
+import math
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 FLUSH = object() # an item of a stream: translate what has been read so far, before waiting for more
 
@@ -54,7 +58,7 @@ def buffered(items: Iterable[tuple], size: int, max_characters: int = 1 << 20) -
         yield buffer
 
 def to_text(item) -> str:
-    "Return a line of input without its line ending; bytes are decoded as UTF-8. Raises ValueError if it is not text."
+    "Return a line without its line ending; bytes are decoded as UTF-8. Raises ValueError for other bytes, TypeError."
     text = item
     if isinstance(item, bytes):
         try:
@@ -64,7 +68,7 @@ def to_text(item) -> str:
         if '\0' in text:
             raise ValueError('contains a NUL character: expected UTF-8 text, not UTF-16 or a compressed file')
     if not isinstance(text, str):
-        raise ValueError(f'expected text, got {type(item).__name__}')
+        raise TypeError(f'expected text, got {type(item).__name__}')
     return text.removeprefix('\ufeff').rstrip('\r\n') # some editors put a byte order mark first
 
 @dataclass
@@ -89,10 +93,12 @@ class InputReport:
     longest: int = 0
 
     def read(self, item) -> str:
-        "Return a line as text, '' if it is unreadable. Raises ValueError with the line's number if `strict` is set."
+        "Return a line as text, '' if it is unreadable. Raises ValueError for that if `strict` is set, TypeError."
         self.n_lines += 1
         try:
             return to_text(item)
+        except TypeError as error: # no line of a file: a mistake in the program
+            raise TypeError(f'line {self.n_lines}: {error}') from None
         except ValueError as error:
             problem = f'line {self.n_lines}: {error}'
         if self.strict:
@@ -127,11 +133,15 @@ class InputReport:
                 f'the first: {self.first_unreadable}')
 
 def require(text, *kinds: type, name: str = 'text') -> None:
-    "Raise TypeError unless `text` is of one of these types."
-    if not isinstance(text, kinds):
-        names = {str: 'a string', list: 'a list of strings', Iterable: 'an iterable of strings'}
+    "Raise TypeError unless `text` is of one of these types, and the items of a list or tuple are strings, too."
+    if not isinstance(text, kinds) or isinstance(text, (Mapping, Set)): # sentences need an order
+        names = {str: 'a string', list: 'a list of strings', Iterable: 'an ordered iterable of strings'}
         expected = ' or '.join(names[kind] for kind in kinds if kind in names)
         raise TypeError(f'{name} must be {expected}, got {type(text).__name__}')
+    if isinstance(text, (list, tuple)):
+        for i, item in enumerate(text):
+            if not isinstance(item, (str, bytes) if bytes in kinds else str):
+                raise TypeError(f'{name}[{i}] must be a string, got {type(item).__name__}')
 
 def require_pairs(text, translation) -> None:
     "Raise TypeError or ValueError unless there is one translation for each text."
@@ -142,6 +152,55 @@ def require_pairs(text, translation) -> None:
     if not isinstance(text, str) and len(text) != len(translation):
         raise ValueError(f'text and translation have {len(text)} and {len(translation)} sentences: '
                          'give one translation for each sentence')
+
+def require_prefix(prefix, n_texts: int | None) -> None:
+    """Raise TypeError unless `prefix` is None, a string, or several of them; ValueError for a wrong number of them.
+
+    :param n_texts: number of sentences, if it is known
+    """
+    if prefix is None or isinstance(prefix, str):
+        return
+    if isinstance(prefix, (bytes, Mapping, Set)) or not isinstance(prefix, Iterable):
+        raise TypeError('prefix must be a string, or a list with a string or None for each sentence, '
+                        f'got {type(prefix).__name__}')
+    if isinstance(prefix, (list, tuple)):
+        require([item or '' for item in prefix], list, name='prefix')
+        if n_texts not in (None, len(prefix)):
+            raise ValueError(f'prefix has {len(prefix)} items, but the number of sentences is {n_texts}')
+
+FRACTIONS = ('length_penalty', 'length_penalty_offset', 'patience', 'temperature', 'top_p') # others are whole numbers
+
+def require_numbers(**settings) -> None:
+    "Raise TypeError for a setting that is no number (True is none), ValueError for a number of tokens below 1."
+    for name, value in settings.items():
+        kinds, expected = ((int, float), 'a number') if name in FRACTIONS else (int, 'a whole number')
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise TypeError(f'{name}={value!r} must be {expected}, got {type(value).__name__}')
+        if name in ('batch_tokens', 'buffer_size') and value < 1:
+            raise ValueError(f'{name}={value} must be at least 1')
+
+OTHER_NAMES = {'num_beams': 'beam_size', 'max_length': 'max_extra_tokens'} # in other libraries
+
+def refuse_unknown(unknown: Mapping, known: Iterable[str]) -> None:
+    "Raise TypeError that names the first unknown argument, and a similar one."
+    for name, value in unknown.items():
+        similar = difflib.get_close_matches(OTHER_NAMES.get(name, name), known, 1)
+        hint = f': did you mean {similar[0]}?' if similar else ''
+        if name == 'n_best':
+            hint = f': for several translations, use translate_n_best(text, {value!r})'
+        raise TypeError(f'there is no argument {name}{hint}')
+
+def changed_settings(own: Any, **changes) -> Any:
+    """Return decoding settings with those changes that are not None. Raises TypeError for an unknown or wrong one.
+
+    :param own: a `DecodingConfig`; `patience=math.inf` removes its patience
+    """
+    given = {name: value for name, value in changes.items() if value is not None}
+    refuse_unknown({name: given[name] for name in given if not hasattr(own, name)}, vars(own))
+    require_numbers(**given)
+    if given.get('patience') == math.inf:
+        given['patience'] = None
+    return replace(own, **given)
 
 class SentenceSplitter:
     """Translate lines sentence by sentence. Raises ImportError if `sentencex` is not installed.

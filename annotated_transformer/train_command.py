@@ -20,7 +20,7 @@ import torch
 from .checkpoints import kind_of, latest_checkpoint, read_log
 from .command_options import Command, Common, build
 from .corpora import CORPORA, PATH_OPTIONS, TEXT_OPTIONS, Corpus, CorpusConfig, load_corpus
-from .distributed import Processes, destroy_process_group, init_process_group
+from .distributed import Processes, destroy_process_group, init_process_group, usable_device
 from .files import atomic_write, read_json
 from .parallel_text import PairStream, as_paths
 from .recipe import (
@@ -30,7 +30,8 @@ from .relative_positions import RELATIVE_POSITIONS, RelativeConfig
 from .score_report import counted, phenomenon_scores
 from .trainer import TrainConfig, Trainer
 from .transformer import PRESETS, TransformerConfig
-from .translator import Translator
+from .run_folder import check_model_folder
+from .translator import FILES, Translator
 from .vocabulary import Tokenizer, load_tokenizer
 
 def limits(config: RunConfig) -> str:
@@ -169,11 +170,11 @@ def end_report(out: Path, was_finished: bool = False) -> str:
     scores = record['val']
     monitor = record['run']['training'].get('monitor', 'val_loss')
     log = out / 'log.jsonl'
-    n_epochs = progress['epoch'] + (progress['batch'] > 0) # those that have begun
+    n_epochs = progress.get('epochs', progress['epoch'])
     commands = next_commands(out).splitlines()
     rows = {
         'trained': f'{counted(progress["step"], "step")} in {duration(progress["minutes"])}, '
-                   f'{counted(n_epochs, "epoch")}' + (' (the last one may be incomplete)' if progress['batch'] else ''),
+                   f'{round(n_epochs, 1):g} ' + ('epoch' if n_epochs == 1 else 'epochs'),
         'weights': chosen_weights(read_log(log), monitor) if log.exists() else '',
         'validation': f'BLEU {scores["bleu"]:.2f} on {counted(scores["sentences"], "sentence")} '
                       f'({scores["signature"]})',
@@ -197,11 +198,7 @@ def chosen_device(common: Common) -> str | None:
             raise ValueError(f'threads={common.threads} must be at least 1')
         torch.set_num_threads(common.threads)
     if common.device is not None:
-        try:
-            torch.empty(0, device=common.device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f'device={common.device} cannot be used here: {reason}') from None
+        usable_device(common.device)
     return common.device
 
 GROUPS = { # of train: heading, introduction, options
@@ -289,8 +286,8 @@ class Train(Command):
     def usual_run(cls, deciding: Mapping[str, Any]) -> RunConfig:
         "Return the settings that the recipe, the preset and the model to start from give."
         start = deciding.get('start_from')
-        if start and not (Path(start) / 'config.json').is_file():
-            raise ValueError(f'{start} is not a model folder: it has no config.json')
+        if start:
+            check_model_folder(Path(start), FILES[:3])
         recipe = deciding.get('recipe') or recipe_for(deciding.get('corpus') or 'toy-ende')
         return default_run(None, deciding.get('preset'), recipe, deciding.get('start_from'))
 

@@ -2,16 +2,15 @@
 
 """Translator: translate, score, sample and inspect with one object: text in, text out."""
 
-__all__ = ['FILES', 'SHIPPED', 'AnyTranslator', 'best_device', 'decoding_config', 'load_parts', 'TextModel', 'Translation',
-           'decoded', 'translate_rows', 'translate_stream', 'ScoringModel', 'TranslateSettings', 'changed_settings',
-           'shared_copy', 'Translator']
+__all__ = ['FILES', 'SHIPPED', 'AnyTranslator', 'decoding_config', 'load_parts', 'TextModel', 'Translation', 'decoded',
+           'translate_rows', 'translate_stream', 'ScoringModel', 'TranslateSettings', 'shared_copy', 'Translator']
 
 import copy
 import math
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import repeat
 from pathlib import Path
@@ -27,19 +26,19 @@ from .attention_maps import AttentionMaps, attention_maps
 from .batches import pad_rows
 from .checkpoints import load_model, save_model
 from .decoding import score_translations
+from .distributed import usable_device
 from .files import atomic_write, read_json, to_json
 from .hub import download_folder, upload_folder, write_model_card
 from .inference import DecodingConfig
 from .kernels import accelerate
-from .text_streams import InputReport, buffered, length_groups, require, require_pairs
+from .run_folder import check_model_folder
+from annotated_transformer.text_streams import (
+    InputReport, buffered, changed_settings, length_groups, refuse_unknown, require, require_numbers, require_pairs,
+    require_prefix)
 from .vocabulary import BOS, EOS, UNK, Tokenizer, load_tokenizer
 
 FILES = ('config.json', 'model.safetensors', 'tokenizer.json', 'training.json') # of a model folder
 SHIPPED = Path(str(files('annotated_transformer'))) / 'data/toy-ende' # the model that comes with the package
-
-def best_device() -> str:
-    "Return 'cuda' if PyTorch finds a CUDA GPU, else 'cpu'."
-    return 'cuda' if torch.cuda.is_available() else 'cpu'
 
 def decoding_config(training: dict, path: str | Path = 'training.json') -> DecodingConfig:
     "Return the decoding settings stored with a model. Raises ValueError that names the file."
@@ -50,13 +49,13 @@ def decoding_config(training: dict, path: str | Path = 'training.json') -> Decod
 
 def load_parts(folder: Path, device: str | torch.device | None) -> tuple[nn.Module, Tokenizer, dict]:
     "Load model, tokenizer and training.json. Raises FileNotFoundError or ValueError that names the file at fault."
+    device = usable_device(device)
+    check_model_folder(folder, FILES[:3]) # a checkpoint has no training.json
     model = load_model(folder)
-    if not (folder / 'tokenizer.json').is_file():
-        raise FileNotFoundError(f'{folder} is not a model folder: it has no tokenizer.json')
     tokenizer = load_tokenizer(folder / 'tokenizer.json')
-    training = read_json(folder / 'training.json', {}) # a checkpoint has none
+    training = read_json(folder / 'training.json', {})
     decoding_config(training, folder / 'training.json') # raises an error for invalid settings
-    return accelerate(model.to(device or best_device())), tokenizer, training
+    return accelerate(model.to(device)), tokenizer, training
 
 class TextModel:
     """A model with its tokenizer.
@@ -121,7 +120,8 @@ class TextModel:
         :param report: counts truncated texts; default: warn here
         :return: ids; those of sources end in EOS
         """
-        language = self.tokenizer.langs[0 if side == 'src' else 1]
+        require(texts, list, tuple, name='texts')
+        language = self.tokenizer.langs[{'src': 0, 'tgt': 1}[side]]
         own_report = report or self.new_report('sentences' if side == 'src' else 'translations')
         rows = own_report.truncate(self.tokenizer.encode_batch(list(texts), language))
         if report is None:
@@ -224,6 +224,7 @@ class ScoringModel(TextModel):
         :return: a translation, or a list of them
         """
         require(text, str, list, tuple)
+        require_numbers(temperature=temperature, top_k=top_k, top_p=top_p, batch_tokens=batch_tokens, seed=seed or 0)
         if isinstance(text, str):
             return self.sample([text], temperature, top_k, top_p, seed, batch_tokens)[0]
         generator = torch.Generator(self.device)
@@ -255,6 +256,7 @@ class ScoringModel(TextModel):
         :return: a number or a list of them, in nats
         """
         require_pairs(text, translation)
+        require_numbers(batch_tokens=batch_tokens)
         if isinstance(text, str):
             return self.score([text], [translation], batch_tokens)[0]
         src = self.encode(text)
@@ -296,13 +298,6 @@ class TranslateSettings(TypedDict, total=False):
     on_error: Literal['skip', 'stop']
     progress_bar: bool
     total: int | None
-
-def changed_settings(own: DecodingConfig, **changes) -> DecodingConfig:
-    "Return a model's own settings with those changes that are not None. `patience=math.inf` removes its patience."
-    given = {name: value for name, value in changes.items() if value is not None}
-    if given.get('patience') == math.inf:
-        given['patience'] = None
-    return replace(own, **given)
 
 def shared_copy(model: nn.Module) -> nn.Module:
     "Return a copy that shares all tensors: recording on it does not touch a model that other threads use."
@@ -348,7 +343,7 @@ class Translator(ScoringModel):
         length_penalty: float | None = None, length_penalty_offset: float | None = None,
         max_extra_tokens: int | None = None, min_length: int | None = None, no_repeat_ngram_size: int | None = None,
         patience: float | None = None, batch_tokens: int = 4096, buffer_size: int = 2048,
-        on_error: Literal['skip', 'stop'] = 'skip', progress_bar: bool = False, total: int | None = None,
+        on_error: Literal['skip', 'stop'] = 'skip', progress_bar: bool = False, total: int | None = None, **unknown,
     ):
         """Translate one sentence or many; translations come in the order of the sentences.
 
@@ -368,8 +363,10 @@ class Translator(ScoringModel):
         :param on_error: unreadable lines: '' and a warning, or ValueError
         :param progress_bar: show it on the standard error stream
         :param total: number of sentences of an iterable, for the progress bar
+        :param unknown: any other argument raises an error that says what was meant
         :return: str for a sentence, list[str] for a list or tuple, Iterator[str] for any other iterable
         """
+        refuse_unknown(unknown, TranslateSettings.__annotations__)
         results = self.translate_n_best(
             text, 1, prefix=prefix, beam_size=beam_size, length_penalty=length_penalty,
             length_penalty_offset=length_penalty_offset, max_extra_tokens=max_extra_tokens, min_length=min_length,
@@ -405,13 +402,12 @@ class Translator(ScoringModel):
         require(text, str, bytes, Iterable)
         if on_error not in ('skip', 'stop'):
             raise ValueError(f"on_error={on_error!r} must be 'skip' or 'stop'")
-        for name, value in [('batch_tokens', batch_tokens), ('buffer_size', buffer_size)]:
-            if value < 1:
-                raise ValueError(f'{name}={value} must be at least 1')
+        require_numbers(n_best=n_best, batch_tokens=batch_tokens, buffer_size=buffer_size, total=total or 0)
         config = changed_settings(self.decoding, n_best=n_best, **settings)
         is_single = isinstance(text, (str, bytes))
         is_list = isinstance(text, (list, tuple))
         texts = [text] if is_single else text
+        require_prefix(prefix, len(texts) if is_single or is_list else None)
         is_same_prefix = prefix is None or isinstance(prefix, str)
         items = zip(texts, repeat(prefix)) if is_same_prefix else zip(texts, prefix, strict=True)
         buffers = buffered(items, buffer_size)
@@ -432,6 +428,7 @@ class Translator(ScoringModel):
         require(text, str)
         if translation is None:
             translation = self.translate(text)
+        require(translation, str, name='translation')
         src = self.encode([text])[0]
         tgt = [BOS] + self.encode([translation], 'tgt')[0]
         ids = [torch.tensor([row], device=self.device) for row in (src, tgt)]

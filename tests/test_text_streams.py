@@ -42,15 +42,22 @@ def test_lines_become_text(item, expected):
 @pytest.mark.parametrize('item, problem', [
     (b'na\xefve', r'not UTF-8 \(invalid continuation byte at byte 2\)'),
     ('häuser'.encode('utf-16-le'), 'not UTF-8|NUL'),
-    (b'a\0b\0', 'NUL character'), (None, 'expected text, got NoneType'), (7, 'got int')])
+    (b'a\0b\0', 'NUL character')])
 def test_other_things_do_not(item, problem):
     with pytest.raises(ValueError, match=problem):
         to_text(item)
 
 
+def test_what_no_file_can_contain_is_a_mistake_of_the_program():
+    report = InputReport(max_tokens=3)
+    report.read('a')
+    with pytest.raises(TypeError, match='line 2: expected text, got NoneType'):
+        report.read(None)
+
+
 def test_the_report_counts_and_warns_once():
     report = InputReport(max_tokens=3, what='titles')
-    assert [report.read(item) for item in ('a', None, 'b', b'\xff')] == ['a', '', 'b', '']
+    assert [report.read(item) for item in ('a', b'\xfe', 'b', b'\xff')] == ['a', '', 'b', '']
     assert report.truncate([[5] * 2, [5] * 4, [5] * 3]) == [[5] * 2, [5] * 3, [5] * 3]
     assert report.truncate([[6] * 9]) == [[6] * 3]
     with pytest.warns(UserWarning) as caught:
@@ -58,7 +65,7 @@ def test_the_report_counts_and_warns_once():
     truncated, unreadable = [str(w.message) for w in caught]
     assert truncated.startswith('truncated to 3 tokens')
     assert '2 of 4 titles (number 2, 4; ' in truncated and 'the longest has 9 tokens' in truncated
-    assert unreadable.startswith('2 of 4 lines could not be read') and 'line 2: expected text' in unreadable
+    assert unreadable.startswith('2 of 4 lines could not be read') and 'line 2: not UTF-8' in unreadable
 
 
 def test_a_report_without_problems_is_silent():
