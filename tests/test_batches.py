@@ -170,3 +170,13 @@ def test_padding_of_multi30k_is_as_the_page_says():
     at_random = [collate([ids[i] for i in order[k:k + 64]]) for k in range(0, len(ids), 64)]
     assert abs(padding_share(at_random) - 0.52) < 0.01
     assert abs(padding_share(BatchLoader(ids, 1024).epoch(0)) - 0.06) < 0.005
+
+
+def test_pytorchs_data_loader_gives_the_same_batches():
+    pairs = random_pairs(2)
+    indices = token_batches(lengths_of(pairs), 200, seed=3, epoch=1)
+    theirs = list(torch.utils.data.DataLoader(pairs, batch_sampler=indices, collate_fn=collate))
+    ours = list(BatchLoader(pairs, 200, seed=3).epoch(1))
+    assert len(theirs) == len(ours) > 1
+    for a, b in zip(theirs, ours):
+        assert torch.equal(a.src, b.src) and torch.equal(a.tgt, b.tgt)
