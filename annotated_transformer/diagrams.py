@@ -132,10 +132,11 @@ def norms() -> None:
 
 def transformer() -> None:
     "The whole model: shapes, masks, and the one matrix of both embeddings and the output layer."
-    ax = canvas(7.5, 7.75)
+    ax = canvas(7.5, 8.0)
+    ax.set_ylim(-0.25, 7.75)
     src, tgt = 1.9, 5.45
-    for x, side, n in [(src, 'src', 'n'), (tgt, 'tgt', 'm')]:
-        label(ax, x, 0.1, f'{side} (batch, {n})', 8.5, code=True)
+    for x, side, n, ids in [(src, 'src', 'n', 'tokens, EOS'), (tgt, 'tgt', 'm', 'BOS, tokens: shifted right')]:
+        label(ax, x, 0.0, f'{side} (batch, {n})\n{ids}', 8.5, code=True, va='center')
         embed = box(ax, x, 0.6, f'{side}_embed', 'embedding × √d_model', GOLD, 1.7)
         position = box(ax, x, 1.25, f'{side}_positions', 'positional encoding', PINK, 1.7)
         dropout = box(ax, x, 1.75, 'dropout', '', GREY, 1.7, 0.26)
@@ -170,9 +171,8 @@ def transformer() -> None:
     label(ax, tgt + 0.08, 6.45, '(batch, m, d_model)', 8, code=True, ha='left')
     arrow(ax, lm_head.top, (tgt, 7.42))
     label(ax, tgt, 7.55, 'logits (batch, m, vocab_size)', 8.5, code=True)
-    swatches(ax, 0.95, 7.5, {'residual connection': BLUE, 'attention; in a mask: may attend': PURPLE,
-                             'in a mask: masked': PALE,
-                             'from the encoder to every decoder layer': GREEN, 'one shared matrix': GOLD})
+    swatches(ax, 0.95, 7.5, {'residual connection': BLUE, 'attention': PURPLE, 'mask: may attend': PURPLE,
+                             'mask: masked': PALE, 'from the encoder to every decoder layer': GREEN})
     link = dict(color=GOLD, head=False, style=':', width=1.8)
     arrow(ax, (src + 0.85, 0.6), (left, 0.6), **link)
     arrow(ax, (tgt + 0.85, 0.6), (7.0, 0.6), (7.0, 6.9), (tgt + 0.85, 6.9), **link)

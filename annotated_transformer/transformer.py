@@ -2,7 +2,7 @@
 
 """The Transformer: assemble the whole model from its parts in one class, and predict its parameter count."""
 
-__all__ = ['POSITIONS', 'PRESETS', 'TransformerConfig', 'Transformer', 'check_config', 'count_parameters']
+__all__ = ['POSITIONS', 'PRESETS', 'TransformerConfig', 'Transformer', 'count_parameters', 'check_config']
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from .attention import causal_mask, padding_mask
-from .layers import Decoder, Encoder, Norm
+from .layers import Decoder, Encoder, Norm, Source, Target
 from .positions import LearnedPositions, NoPositions, SinusoidalPositions
 from .vocabulary import PAD
 
@@ -64,71 +64,56 @@ class Transformer(nn.Module):
         self.src_positions = POSITIONS[c.positions](c.d_model, c.max_len)
         self.tgt_positions = POSITIONS[c.positions](c.d_model, c.max_len)
         self.dropout = nn.Dropout(c.dropout)
-        options = dict(n_layers=c.n_layers, d_model=c.d_model, n_heads=c.n_heads, d_ff=c.d_ff,
-                       dropout=c.dropout, norm=c.norm, d_k=c.d_k, d_v=c.d_v)
-        self.encoder = Encoder(**options)
-        self.decoder = Decoder(**options)
+        sizes = (c.n_layers, c.d_model, c.n_heads, c.d_ff, c.dropout, c.norm, c.d_k, c.d_v)
+        self.encoder = Encoder(*sizes)
+        self.decoder = Decoder(*sizes)
         self.lm_head = nn.Linear(c.d_model, c.vocab_size, bias=False)
-        if c.tied:
-            self.tgt_embed.weight = self.src_embed.weight
-            self.lm_head.weight = self.src_embed.weight
         self.init_weights()
+        if c.tied:
+            self.src_embed.weight = self.lm_head.weight
+            self.tgt_embed.weight = self.lm_head.weight
 
     def init_weights(self) -> None:
-        "Glorot and Bengio (2010) for layers, standard deviation 1/sqrt(d_model) for embeddings."
-        for stack in (self.encoder, self.decoder):
-            for parameter in stack.parameters():
-                if parameter.dim() > 1: # not the biases and layer norms
-                    nn.init.xavier_uniform_(parameter)
-        for module in (self.src_embed, self.tgt_embed, self.lm_head): # the same tensor if tied
+        "Xavier initialization for the layers, standard deviation 1/sqrt(d_model) for embeddings."
+        for parameter in [*self.encoder.parameters(), *self.decoder.parameters()]:
+            if parameter.dim() > 1: # not the biases and layer norms
+                nn.init.xavier_uniform_(parameter)
+        for module in (self.src_embed, self.tgt_embed, self.lm_head):
             nn.init.normal_(module.weight, std=self.config.d_model ** -0.5)
 
-    def encode(self, src: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n d_model"]:
-        """Return the encoder's output.
-
-        :param src: source ids with EOS, padded with PAD
-        """
+    def encode(self, src: Int[Tensor, "batch n"]) -> Source:
+        "Return the encoder's output for source ids that end with EOS, padded with PAD."
         x = self.src_embed(src) * math.sqrt(self.config.d_model)
         x = self.dropout(self.src_positions(x))
         return self.encoder(x, padding_mask(src, PAD))
 
-    def decode(
-        self, tgt: Int[Tensor, "batch m"], encoder_output: Float[Tensor, "batch n d_model"],
-        src_mask: Bool[Tensor, "batch 1 1 n"],
-    ) -> Float[Tensor, "batch m d_model"]:
-        """Return the decoder's output: position i depends on target ids 0 to i and on the source.
-
-        :param tgt: target ids from BOS on, padded with PAD
-        :param encoder_output: from `encode`
-        :param src_mask: padding mask of the source
-        """
+    def decode(self, tgt: Int[Tensor, "batch m"], encoder_output: Source,
+               src_mask: Bool[Tensor, "batch 1 1 n"]) -> Target:
+        "Return the decoder's output: position i depends on target ids 0 to i and on the source."
         x = self.tgt_embed(tgt) * math.sqrt(self.config.d_model)
         x = self.dropout(self.tgt_positions(x))
         return self.decoder(x, encoder_output, causal_mask(tgt.size(1), tgt.device), src_mask)
 
-    def hidden_states(self, src: Int[Tensor, "batch n"],
-                      tgt: Int[Tensor, "batch m"]) -> Float[Tensor, "batch m d_model"]:
+    def hidden_states(self, src: Int[Tensor, "batch n"], tgt: Int[Tensor, "batch m"]) -> Target:
         "Return the decoder's output; `forward` applies `lm_head` to it."
         return self.decode(tgt, self.encode(src), padding_mask(src, PAD))
 
-    def forward(
-        self, src: Int[Tensor, "batch n"], tgt: Int[Tensor, "batch m"],
-    ) -> Float[Tensor, "batch m vocab_size"]:
-        """Return the logits of the token that follows each target position.
-
-        :param src: source ids with EOS, padded with PAD
-        :param tgt: target ids from BOS on, padded with PAD
-        """
+    def forward(self, src: Int[Tensor, "batch n"],
+                tgt: Int[Tensor, "batch m"]) -> Float[Tensor, "batch m vocab_size"]:
+        "Return the logits of the token after each target position. `tgt` begins with BOS."
         return self.lm_head(self.hidden_states(src, tgt))
+
+def count_parameters(model: nn.Module) -> int:
+    "Return the number of trainable parameters; a shared matrix counts once."
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 def check_config(config: TransformerConfig) -> None:
     "Raise ValueError if a value is out of range or the sizes do not fit together."
     c = config
     for name in ('vocab_size', 'n_layers', 'd_model', 'd_ff', 'n_heads', 'max_len', 'd_k', 'd_v'):
         size = getattr(c, name)
-        if size is None and name in ('d_k', 'd_v'):
-            continue
-        if not isinstance(size, int) or size < 1:
+        is_default = size is None and name in ('d_k', 'd_v')
+        if not is_default and (not isinstance(size, int) or size < 1):
             raise ValueError(f'{name}={size} must be a whole number of at least 1')
     if c.d_model % c.n_heads and (c.d_k is None or c.d_v is None):
         raise ValueError(f'd_model={c.d_model} is not divisible by n_heads={c.n_heads}: '
@@ -142,10 +127,6 @@ def check_config(config: TransformerConfig) -> None:
     if c.positions not in POSITIONS:
         raise ValueError(f'positions={c.positions!r} is unknown: '
                          f'choose one of {", ".join(POSITIONS)}')
-
-def count_parameters(model: nn.Module) -> int:
-    "Return the number of trainable parameters; a shared matrix counts once."
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 PRESETS = {
     'toy': TransformerConfig(n_layers=2, d_model=128, d_ff=256, n_heads=4),     # toy languages

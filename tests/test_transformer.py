@@ -1,4 +1,5 @@
 "The whole model under every switch: shapes, what may depend on what, gradients, weight tying, saving, and bad sizes."
+import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -266,3 +267,29 @@ def test_count_parameters_counts_what_is_trained_once():
     assert count_parameters(pair) == 5 * 7 + 2 * 7
     pair[0].bias.requires_grad_(False)
     assert count_parameters(pair) == 5 * 7 + 7
+
+
+def test_initialization(model):
+    config = model.config
+    for matrix in (model.src_embed.weight, model.tgt_embed.weight, model.lm_head.weight):
+        assert abs(matrix.std() * config.d_model ** 0.5 - 1) < 0.15
+    for stack in (model.encoder, model.decoder):
+        for name, parameter in stack.named_parameters():
+            if parameter.dim() == 2:
+                bound = (6 / sum(parameter.shape)) ** 0.5
+                assert 0.9 * bound < parameter.abs().max() <= bound, name
+
+
+def test_first_loss_is_near_that_of_logits_with_variance_1():
+    "Page 04 quotes these figures."
+    config = TransformerConfig(60, n_layers=2, d_model=48, d_ff=80, n_heads=4, dropout=0.0, max_len=9)
+    losses = []
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model = Transformer(config)
+        target = torch.randint(4, 60, (32, 5))
+        logits = model(torch.randint(4, 60, (32, 6)), nn.functional.pad(target, (1, 0), value=BOS))
+        labels = nn.functional.pad(target, (0, 1), value=EOS)
+        losses.append(nn.functional.cross_entropy(logits.mT, labels).item())
+    assert 4.3 < min(losses) < 4.5 and 4.7 < max(losses) < 5
+    assert abs(sum(losses) / 20 - (math.log(60) + 1 / 2)) < 0.1
