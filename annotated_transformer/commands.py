@@ -94,7 +94,7 @@ class Evaluate(Command):
     :param references: references of --translations, line by line
     :param against: another system's translations of the same sentences, to compare
     :param tokenized_references: references that are lowercased and tokenized already, as some papers use
-    :param samples: resampled test sets for intervals and p-values; 0: no interval
+    :param samples: random draws for intervals and p-values; 0: neither
     :param pair: source and target language (left out: the model's)
     :param data_dir: folder with the files of multi30k or wmt14
     """

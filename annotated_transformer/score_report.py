@@ -138,7 +138,7 @@ def report(
     Raises ValueError if the numbers of lines differ or `samples` is from 1 to 39.
 
     :param lang: target language, for the lowercased tokenized BLEU
-    :param samples: resampled test sets; 0: no interval and no p-value
+    :param samples: random draws for the interval and the p-value; 0: neither
     :param against: another system's translations of the same sentences
     :param tokenized_references: references that are already lowercased and tokenized
     :param by_phenomenon: from `phenomenon_scores`
@@ -190,7 +190,7 @@ def describe(name: str, found: dict) -> str:
         lines.append(f'  95 % confidence interval: BLEU {found["bleu_mean"]:.2f} ± {found["bleu_half_width"]:.2f} '
                      f'({found["bleu_interval_signature"]})')
     if 'against_bleu' in found:
-        p_value = f', p = {found["p_value"]:.4f} (paired bootstrap)' if 'p_value' in found else ''
+        p_value = f', p = {found["p_value"]:.4f} (randomization test)' if 'p_value' in found else ''
         lines.append(f'  the other system: BLEU {found["against_bleu"]:.2f}{p_value}')
     if 'perplexity' in found:
         lines.append(f'  perplexity {found["perplexity"]:.2f} per token of the references')

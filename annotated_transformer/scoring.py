@@ -2,13 +2,14 @@
 
 """Evaluation: compute BLEU by hand, report scores that others can compare, and tell a real difference from noise."""
 
-__all__ = ['Scores', 'check_corpus', 'score', 'Interval', 'bleu_interval', 'Comparison', 'compare']
+__all__ = ['Scores', 'check_corpus', 'score', 'Interval', 'bleu_interval', 'Comparison', 'bleu_counts', 'bleu_of_counts',
+           'compare']
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from sacrebleu.metrics import BLEU, CHRF
-from sacrebleu.significance import PairedTest
 
 @dataclass(frozen=True)
 class Scores:
@@ -62,26 +63,18 @@ class Interval:
     half_width: float
     signature: str
 
-def _bootstrap(systems: list, references: Sequence[str], samples: int, **options) -> tuple:
-    "Resample with sacreBLEU: the signature, and a result for each system, the baseline first."
-    for translations in systems:
-        check_corpus(translations, references)
-    if samples < 40: # each tail of 2.5% needs a sample
-        raise ValueError(f'samples={samples} is too small for a 95% interval: choose at least 40')
-    named = [(f'system {i}', list(system)) for i, system in enumerate(systems)]
-    metrics = {'BLEU': BLEU(**options)}
-    test = PairedTest(named, metrics, [list(references)], test_type='bs', n_samples=samples)
-    signatures, results = test()
-    return str(signatures['BLEU']), results['BLEU']
-
 def bleu_interval(translations: Sequence[str], references: Sequence[str], samples: int = 1000, **options) -> Interval:
     """Compute a confidence interval of BLEU. Raises ValueError for fewer than 40 samples.
 
     :param samples: resampled test sets
     :param options: of sacreBLEU's BLEU, such as lowercase=True
     """
-    signature, results = _bootstrap([translations], references, samples, **options)
-    return Interval(float(results[0].mean), float(results[0].ci), signature)
+    check_corpus(translations, references)
+    if samples < 40: # each tail of 2.5% needs a sample
+        raise ValueError(f'samples={samples} is too small for a 95% interval: choose at least 40')
+    metric = BLEU(**options)
+    found = metric.corpus_score(list(translations), [list(references)], n_bootstrap=samples)
+    return Interval(found._mean, found._ci, str(metric.get_signature()))
 
 @dataclass(frozen=True)
 class Comparison:
@@ -89,24 +82,41 @@ class Comparison:
 
     :param bleu: of the first
     :param against: BLEU of the second, the baseline
-    :param p_value: one-sided for a clear winner, too small near a tie, 1 for equal scores
+    :param p_value: of the difference, in either direction
     """
     bleu: float
     against: float
     p_value: float
-    signature: str
+
+def bleu_counts(translations: Sequence[str], references: Sequence[str]) -> np.ndarray:
+    "Return ten counts for each sentence: matches and n-grams for n = 1 to 4, and both lengths."
+    check_corpus(translations, references)
+    metric = BLEU(effective_order=True) # affects sentence scores, which we do not use
+    found = [metric.sentence_score(text, [ref]) for text, ref in zip(translations, references)]
+    return np.array([[*bleu.counts, *bleu.totals, bleu.sys_len, bleu.ref_len] for bleu in found])
+
+def bleu_of_counts(sums: np.ndarray) -> float:
+    """Compute the BLEU of a corpus from its summed counts.
+
+    :return: the BLEU of `score`
+    """
+    *counts, length, reference_length = sums.tolist()
+    return BLEU.compute_bleu(counts[:4], counts[4:], length, reference_length, 'exp').score
 
 def compare(
     translations: Sequence[str], against: Sequence[str], references: Sequence[str], samples: int = 1000,
 ) -> Comparison:
-    """Test a difference in BLEU by paired bootstrap. Raises ValueError for fewer than 40 samples.
+    """Test a difference in BLEU by randomization. Raises ValueError as `check_corpus` does.
 
     :param against: the baseline's translations of the same sentences
-    :param samples: resampled test sets
+    :param samples: repetitions of the random swaps
     """
-    signature, results = _bootstrap([against, translations], references, samples) # baseline first
-    baseline, system = results
-    p_value = float(system.p_value)
-    if system.score == baseline.score: # for identical translations, sacreBLEU's p is the smallest
-        p_value = 1.0
-    return Comparison(float(system.score), float(baseline.score), p_value, signature)
+    ours = bleu_counts(translations, references)
+    theirs = bleu_counts(against, references)
+    bleu, baseline = bleu_of_counts(ours.sum(0)), bleu_of_counts(theirs.sum(0))
+    swap = np.random.default_rng(12345).integers(2, size=(samples, len(ours))) # 1: swap
+    change = swap @ (theirs - ours) # (samples, 10)
+    count = 0
+    for a, b in zip(ours.sum(0) + change, theirs.sum(0) - change):
+        count += abs(bleu_of_counts(a) - bleu_of_counts(b)) >= abs(bleu - baseline)
+    return Comparison(bleu, baseline, (count + 1) / (samples + 1))

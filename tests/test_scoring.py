@@ -12,7 +12,7 @@ import pytest
 from annotated_transformer.score_report import (LOWERCASED_TOKENIZED_OPTIONS, lowercased_tokenized,
                                                 lowercased_tokenized_bleu, score_by_length, score_groups,
                                                 tokenized_bleu)
-from annotated_transformer.scoring import bleu_interval, compare, score
+from annotated_transformer.scoring import bleu_counts, bleu_interval, bleu_of_counts, compare, score
 
 DATA = Path(__file__).resolve().parents[2] / 'shared' / 'data'
 NEEDS_DATA = pytest.mark.skipif(not (DATA / 'multi30k-tok').is_dir(), reason='needs Multi30k in ../shared/data')
@@ -100,6 +100,8 @@ def test_unusable_corpora_are_rejected(translations, references, message):
             function(translations, references)
     with pytest.raises(ValueError, match=message):
         compare(translations, translations, references)
+    with pytest.raises(ValueError, match='2 translations and 1 references'):
+        compare(['a'], ['a', 'b'], ['a'])
 
 
 # --- intervals and comparisons
@@ -138,20 +140,41 @@ def test_a_comparison_tells_better_from_equal():
     assert compare(good, [text + ' ' for text in good], references).p_value == 1
 
 
-def test_the_p_value_is_one_sided():
-    "Of two equal systems, one is called better in about a tenth of the cases at p < 0.05."
+def test_of_equal_systems_one_pair_in_twenty_has_a_p_value_below_5_percent():
     references = sentences(80, 9)
-    systems = [noisy(references, seed) for seed in range(200)]
-    low = sum(compare(ours, theirs, references, 60).p_value < 0.05 for ours, theirs in zip(systems[::2], systems[1::2]))
-    assert 3 <= low <= 20
+    systems = [noisy(references, seed) for seed in range(400)]
+    pairs = zip(systems[::2], systems[1::2])
+    p_values = [compare(ours, theirs, references, 59).p_value for ours, theirs in pairs]
+    assert 3 <= sum(p < 0.05 for p in p_values) <= 20   # of 200
+    assert 70 <= sum(p > 0.5 for p in p_values) <= 130
+
+
+def test_the_p_value_counts_ties():
+    "One sentence differs, so that every swap gives the same absolute difference: chance explains it."
+    references = sentences(30, 4)
+    translations = noisy(references, 4)
+    assert compare(translations, [references[0], *translations[1:]], references).p_value == 1
+
+
+def test_two_different_sentences_need_equal_coins():
+    "If both differences have one sign, a half of the swaps are as extreme as the measured difference."
+    references = sentences(30, 4)
+    found = compare(references, [*references[:28], 'nein', 'nein'], references)
+    assert found.p_value == pytest.approx(0.5, abs=0.05)
+
+
+def test_counts_give_the_score():
+    references = sentences(60, 0)
+    for translations in (noisy(references, 0), ['', *references[1:]], ['nein'] * 60):
+        counts = bleu_counts(translations, references)
+        assert counts.shape == (60, 10)
+        assert bleu_of_counts(counts.sum(0)) == pytest.approx(score(translations, references).bleu, abs=1e-9)
 
 
 def test_few_samples_are_rejected():
     references = sentences(5, 0)
     with pytest.raises(ValueError, match='samples=39 is too small'):
         bleu_interval(references, references, 39)
-    with pytest.raises(ValueError, match='samples=1 is too small'):
-        compare(references, references, references, 1)
 
 
 # --- groups
