@@ -103,7 +103,7 @@ def normalized_score(
     :param log_prob: in nats
     :param length: tokens, EOS included
     :param length_penalty: alpha in section 6.1; 0: no penalty
-    :param length_penalty_offset: 5 in Wu et al. (2016); `inference` can set 0
+    :param length_penalty_offset: 5 in Wu et al. (2016); some libraries use 0
     """
     lp = ((length_penalty_offset + length) / (length_penalty_offset + 1)) ** length_penalty
     return log_prob / lp
@@ -114,7 +114,7 @@ class Hypothesis:
 
     :param ids: without BOS and EOS
     :param log_prob: in nats, EOS included unless truncated
-    :param normalized_score: log_prob divided by the length penalty: ranks hypotheses
+    :param normalized_score: log_prob divided by the length penalty: ranks finished ones
     """
     ids: list[int]
     log_prob: float
@@ -129,7 +129,7 @@ def beam_search(
 
     :param model: in eval mode
     :param src: ids of one source sentence with EOS
-    :param beam_size: active hypotheses; 1 is greedy decoding
+    :param beam_size: active hypotheses, 4 in section 6.1; 1 is greedy decoding
     :param length_penalty: alpha in section 6.1, at least 0
     :param max_extra_tokens: a translation has at most this many tokens more than its source
     :param n_best: number of translations to return, at most `beam_size`
@@ -151,7 +151,7 @@ def beam_search(
         best, index = candidates.flatten().topk(min(2 * beam_size, candidates.numel()))
         parent = index // candidates.size(1)
         token = index % candidates.size(1)
-        for rank, token_id in enumerate(token[:beam_size].tolist()):
+        for rank, token_id in enumerate(token[:beam_size].tolist()): # the rest is pruned
             if token_id == EOS:
                 ids = tgt[parent[rank], 1:].tolist()
                 normalized = normalized_score(best[rank].item(), length, length_penalty)
@@ -164,7 +164,7 @@ def beam_search(
             bound = normalized_score(log_prob[0].item(), limit, length_penalty)
             if beam_size == 1 or finished[-1].normalized_score >= bound:
                 return finished # none can win any more; a beam of 1 stops as greedy does
-    for i in range(n_best - len(finished)):
+    for i in range(n_best - len(finished)): # fill up with truncated hypotheses
         normalized = normalized_score(log_prob[i].item(), limit, length_penalty)
         finished.append(Hypothesis(tgt[i, 1:].tolist(), log_prob[i].item(), normalized))
     return finished
