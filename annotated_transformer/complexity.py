@@ -58,7 +58,7 @@ def restricted_attention(
     window = torch.arange(n, device=query.device)[:, None] + offset # (n, r): positions to read
     exists = (0 <= window) & (window < n)                           # False beyond the ends
     window = window.clamp(0, n - 1)
-    query = query.unsqueeze(3)                                      # (batch, heads, n, 1, d_k)
+    query = query.unsqueeze(3)                    # (batch, heads, n, 1, d_k); keys: n, r, d_k
     output, _ = attention(query, key[:, :, window], value[:, :, window], exists.unsqueeze(1))
     return output.squeeze(3)
 
@@ -92,7 +92,7 @@ def sequential_operations(result: Tensor) -> int:
     while needed:
         length += 1
         sources = [source for node in needed for source, _ in node.next_functions]
-        needed = {source for source in sources if source is not None} # one operation earlier
+        needed = {source for source in sources if source is not None} # none: the chain ends
     return length
 
 def information_flow(f: Callable[[Tensor], Tensor], x: Float[Tensor, "1 n d"]) -> Bool[Tensor, "n n"]:
