@@ -28,7 +28,7 @@ def learning_rate(step: int, peak_lr: float, warmup_steps: int) -> float:
 
     :param step: optimizer step, counted from 1
     :param peak_lr: learning rate at step `warmup_steps`; the paper's is `paper_peak_lr`
-    :param warmup_steps: steps of linear warm-up, at least 1; more also slow the decay, at this peak
+    :param warmup_steps: steps of linear warm-up, at least 1; for a given peak, more slow the decay
     """
     if warmup_steps < 1:
         raise ValueError(f'warmup_steps={warmup_steps} must be at least 1')
@@ -129,7 +129,7 @@ def train(
     :param val_batches: validated after each epoch
     :param label_smoothing: probability that is spread evenly over the vocabulary
     :param progress: print one line for each epoch
-    :return: for each step: step, lr, smoothed loss; at the end of an epoch also val_loss
+    :return: for each step: step, lr, training loss; at the end of an epoch also val_loss
     """
     model.to(device)
     optimizer = make_optimizer(model)
