@@ -23,7 +23,7 @@ def change_attention(module: MultiHeadAttention, edit: Callable[[Tensor], Tensor
     :param edit: takes weights (batch, heads, m, n), returns those to use
     """
     original = module.attention_fn
-    with_weights = getattr(original, 'reference', original)
+    with_weights = getattr(original, 'reference', original) # a fused function returns no weights
 
     def attention_fn(query, key, value, mask=None):
         _, weights = with_weights(query, key, value, mask)
@@ -78,7 +78,7 @@ def attention_maps(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Return the attention weights of every layer and head for one sentence pair.
 
-    :param model: in eval mode; an LSTM has its own method of this name
+    :param model: in eval mode; a model may have its own method of this name
     :param src: source ids with EOS
     :param tgt: target ids from BOS on
     :return: encoder, decoder, cross, as in `AttentionMaps`
@@ -109,10 +109,10 @@ def word_indices(tokens: Sequence[str], words: Sequence[str]) -> list[int]:
     indices = []
     start = 0
     for token, text in zip(tokens, texts):
-        found = word_of_character[start:start + max(len(text), 1)] # a lone mark: the next word
-        if len(set(found)) > 1:
+        found = set(word_of_character[start:start + max(len(text), 1)]) # '▁' alone: the next word
+        if len(found) > 1:
             raise ValueError(f'token {token!r} spans several words')
-        indices.append(-1 if token in special or not found else found[0])
+        indices.append(-1 if token in special or not found else found.pop())
         start += len(text)
     return indices
 
@@ -125,9 +125,11 @@ def word_maps(
     :param query_words: for each query the index of its word, or -1
     :param key_words: the same for each key
     """
-    # one row per word, with ones at its tokens; + 1 and [1:] drop tokens that belong to no word
-    queries = nn.functional.one_hot(torch.tensor(query_words) + 1).T[1:].float() # (words, tokens)
-    keys = nn.functional.one_hot(torch.tensor(key_words) + 1).T[1:].float()
+    def membership(words): # (words, tokens): 1 where the token belongs to the word
+        return nn.functional.one_hot(torch.tensor(words) + 1).T[1:].to(weights) # row 0: no word
+
+    queries = membership(query_words)
+    keys = membership(key_words)
     return (queries / queries.sum(1, keepdim=True)) @ weights @ keys.T
 
 def alignment_links(alignment: Iterable) -> set[tuple[int, int]]:
