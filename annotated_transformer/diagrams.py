@@ -400,34 +400,33 @@ def ngram_matches(translations, reference) -> None:
     swatches(ax, 0.52, 0.12, {'matches the reference': BLUE, 'does not match': PALE}, across=1.8)
 
 def folder_to_translation() -> None:
-    "What each file of a model folder is for, on the way from a text to its translation."
-    ax = canvas(7.5, 2.3)
+    "From sentence pairs to a model folder, and from the folder to a translation."
+    ax = canvas(7.5, 3.3)
     frame(ax, 0.05, 1.4, 7.4, 2.25, 'model folder')
     files = [('README.md', GREY, 0.67, 1.0), ('tokenizer.json', GOLD, 1.95, 1.35), ('config.json', PURPLE, 3.4, 1.15),
              ('model.safetensors', PURPLE, 4.92, 1.65), ('training.json', GREY, 6.55, 1.3)]
     _, tokenizer, config, weights, training = [
         box(ax, x, 1.68, name, '', color, width) for name, color, x, width in files]
+    learn_tokens = box(ax, 1.95, 2.9, 'train_tokenizer', '', GOLD, 1.45)
+    learn_weights = box(ax, 4.92, 2.9, 'training loop', '', PURPLE, 1.35)
     encode = box(ax, 1.95, 0.5, 'tokenizer', 'encode', GOLD, 1.0)
     model = box(ax, 3.85, 0.5, 'Transformer', 'beam_search', PURPLE, 1.5)
     decode = box(ax, 5.5, 0.5, 'tokenizer', 'decode', GOLD, 1.0)
-    arrow(ax, tokenizer.bottom, encode.top)
-    arrow(ax, config.bottom, (3.4, model.top[1]))
+    for start, end in [((0.72, 2.9), learn_tokens.left), (learn_tokens.right, learn_weights.left),
+                       (learn_tokens.bottom, tokenizer.top), (learn_weights.bottom, weights.top),
+                       (tokenizer.bottom, encode.top), (config.bottom, (3.4, model.top[1])), ((1.0, 0.5), encode.left),
+                       (encode.right, model.left), (model.right, decode.left), (decode.right, (6.42, 0.5))]:
+        arrow(ax, start, end)
     arrow(ax, weights.bottom, (4.92, 1.15), (3.95, 1.15), (3.95, model.top[1]))
     arrow(ax, encode.bottom, (encode.x, 0.05), (decode.x, 0.05), decode.bottom)
     arrow(ax, training.bottom, (6.55, 0.93), (4.4, 0.93), (4.4, model.top[1]), style='--')
+    label(ax, 0.02, 2.9, 'sentence\npairs', 9, ha='left', va='center')
     label(ax, 0.02, 0.5, 'the small dog\nsleeps', 9, ha='left', va='center')
     label(ax, 7.48, 0.5, 'der kleine Hund\nschläft', 9, ha='right', va='center')
-    arrow(ax, (1.0, 0.5), encode.left)
-    arrow(ax, encode.right, model.left)
-    arrow(ax, model.right, decode.left)
-    arrow(ax, decode.right, (6.42, 0.5))
-    label(ax, 2.76, 0.62, 'ids', 8.5)
-    label(ax, 4.78, 0.62, 'ids', 8.5)
-    label(ax, 6.45, 1.05, 'search settings, if any', 8.5, ha='right')
-    label(ax, 3.85, 0.2, 'same vocabulary', 8.5)
-    label(ax, 2.05, 1.05, 'vocabulary', 8.5, ha='left')
-    label(ax, 3.32, 1.05, 'sizes', 8.5, ha='right')
-    label(ax, 4.45, 1.25, 'weights', 8.5)
+    for x, y, text in [(3.45, 3.02, 'batches of ids'), (2.76, 0.62, 'ids'), (4.78, 0.62, 'ids'), (3.16, 1.05, 'sizes'),
+                       (3.85, 0.2, 'same vocabulary'), (2.42, 1.05, 'vocabulary'), (4.45, 1.25, 'weights'),
+                       (5.65, 1.05, 'search settings, if any')]:
+        label(ax, x, y, text, 8.5)
 
 def networks(n: int = 3) -> None:
     """Data parallelism: each process computes the gradient of its shard, and all apply the same average.
