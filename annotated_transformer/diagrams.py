@@ -2,16 +2,16 @@
 
 """Diagrams: every drawing of the book, for contributors who change one or add one."""
 
-__all__ = ['attention', 'heads', 'positions', 'layer', 'layers', 'norms', 'transformer', 'tour', 'path_lengths', 'text_to_batch',
-           'target_shift', 'training_loop', 'pronoun_path', 'cache', 'beam', 'ngram_matches', 'folder_to_translation',
-           'networks']
+__all__ = ['attention', 'heads', 'positions', 'layer', 'layers', 'norms', 'stacks', 'transformer', 'tour', 'path_lengths',
+           'text_to_batch', 'target_shift', 'training_loop', 'pronoun_path', 'cache', 'beam', 'ngram_matches',
+           'folder_to_translation', 'networks']
 
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from annotated_transformer.drawing import (
-    arrow, box, canvas, draw_layer, draw_ngrams, draw_placement, draw_stack, frame, label, mask_icon, matrix,
-    numbered_box, swatches)
+from .drawing import (
+    arrow, box, canvas, draw_layer, draw_ngrams, draw_placement, draw_stack, draw_stacks, frame, label, mask_icon,
+    matrix, numbered_box, swatches)
 from .plotting import (
     BLUE, GOLD, GREEN, GREY, ORANGE, PALE, PINK, PURPLE, RED, TEAL, color_map)
 
@@ -122,13 +122,13 @@ def layers(norm: str = 'post') -> None:
 
 def norms() -> None:
     "Post-norm beside pre-norm: the residual connections (blue) and the layer norms (orange)."
-    ax = canvas(7.5, 5.7)
-    columns = [(1.85, 'post', 'norm(x + dropout(sublayer(x)))'), (5.55, 'pre', 'x + dropout(sublayer(norm(x)))')]
-    for x, norm, formula in columns:
-        draw_placement(ax, x, norm)
-        label(ax, x, 5.35, formula, 8, code=True)
-        label(ax, x, 5.58, f"norm='{norm}'", 9, code=True, bold=True)
-        label(ax, x, 0.2, 'x', 8, code=True)
+    ax = canvas(7.5, 5.95)
+    draw_placement(ax, 1.85, 'post')
+    draw_placement(ax, 5.55, 'pre')
+
+def stacks() -> None:
+    "Encoder and decoder, layer by layer: the encoder's output enters every decoder layer."
+    draw_stacks(canvas(7.5, 3.8))
 
 def transformer() -> None:
     "The whole model: shapes, masks, and the one matrix of both embeddings and the output layer."

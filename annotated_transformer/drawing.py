@@ -3,7 +3,7 @@
 """Drawing: the parts from which the book's diagrams are drawn, for contributors who add a diagram."""
 
 __all__ = ['VEIL', 'Box', 'canvas', 'label', 'box', 'numbered_box', 'frame', 'arrow', 'matrix', 'swatches', 'plus', 'mask_icon',
-           'draw_residual', 'draw_layer', 'draw_ngrams', 'draw_placement', 'draw_stack']
+           'draw_residual', 'draw_layer', 'draw_ngrams', 'draw_placement', 'draw_stacks', 'draw_stack']
 
 from collections import Counter
 from itertools import product
@@ -216,6 +216,10 @@ def draw_placement(ax, x, norm) -> None:
     "Two sublayers for one placement of the norms, with the norm that ends a pre-norm stack."
     draw_residual(ax, x, 0.5, 'residual1', 'self_attention', PURPLE, norm)
     draw_residual(ax, x, 2.66, 'residual2', 'feed_forward', TEAL, norm)
+    formula = 'norm(x + dropout(sublayer(x)))' if norm == 'post' else 'x + dropout(sublayer(norm(x)))'
+    label(ax, x, 5.83, f"norm='{norm}'", 9, code=True, bold=True)
+    label(ax, x, 5.63, f'each sublayer: {formula}', 8, code=True)
+    label(ax, x, 0.2, 'x', 8, code=True)
     top = x, 4.66
     if norm == 'pre':
         last = box(ax, x, 4.97, 'norm', '', ORANGE, 1.5, 0.28)
@@ -223,6 +227,31 @@ def draw_placement(ax, x, norm) -> None:
         label(ax, last.right[0] + 0.08, 4.97, 'after the last\nlayer only', 8.5, ha='left', va='center')
         top = last.top
     arrow(ax, top, (x, 5.23))
+    label(ax, x, 5.34, 'output', 8)
+
+def draw_stacks(ax, n_layers=6) -> None:
+    "The encoder beside the decoder, layer by layer; the encoder's output enters every decoder layer."
+    tops, lefts = [], []
+    for x, name, vectors in [(1.6, 'Encoder', 'source'), (5.8, 'Decoder', 'target')]:
+        label(ax, x, 0.12, f'{vectors} vectors', 8.5)
+        last = x, 0.22
+        for i in range(n_layers):
+            place = box(ax, x, 0.65 + 0.36 * i, f'layers[{i}]', '', TEAL, 1.5, 0.26)
+            arrow(ax, last, place.bottom)
+            last = place.top
+            lefts.append(place.left)
+        norm = box(ax, x, last[1] + 0.27, 'norm', '', ORANGE, 1.5, 0.26)
+        label(ax, norm.right[0] + 0.06, norm.y, 'pre-norm\nonly', 8, ha='left', va='center')
+        around = frame(ax, x - 0.9, 0.35, x + 1.4, norm.y + 0.42, name)
+        arrow(ax, last, norm.bottom)
+        arrow(ax, norm.top, (x, around.top[1]), head=False)
+        tops.append((x, around.top[1]))
+    start, end = tops
+    arrow(ax, end, (end[0], end[1] + 0.28))
+    for left in lefts[n_layers:]:
+        arrow(ax, start, (start[0], start[1] + 0.25), (3.85, start[1] + 0.25), (3.85, left[1]), left, color=GREEN)
+    label(ax, 3.75, start[1] + 0.38, 'encoder_output', 8.5, GREEN, code=True, bold=True)
+    label(ax, 3.95, start[1] - 0.1, 'key, value', 8, GREEN, ha='left')
 
 def draw_stack(ax, x, bottom, name, parts, draw=box, width=1.7, pitch=1.2, note='add & norm') -> list:
     """The layers of an encoder or decoder with their residual connections.

@@ -122,7 +122,7 @@ def torch_pairs(
     theirs: nn.TransformerEncoder | nn.TransformerDecoder,
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
     "Pair all parameters of two stacks: our tensors, and PyTorch's tensor that stacks them."
-    names = TORCH_NAMES['encoder' if isinstance(ours, Encoder) else 'decoder']
+    names = TORCH_NAMES['encoder' if isinstance(theirs, nn.TransformerEncoder) else 'decoder']
     for kind in ('weight', 'bias'):
         for our_layer, their_layer in zip(ours.layers, theirs.layers):
             for their_name, our_names in names.items():

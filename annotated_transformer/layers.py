@@ -4,7 +4,7 @@
 stacks."""
 
 __all__ = ['Norm', 'Source', 'Target', 'SourceMask', 'TargetMask', 'FeedForward', 'Residual', 'EncoderLayer', 'DecoderLayer',
-           'Encoder', 'Decoder']
+           'Stack', 'Encoder', 'Decoder']
 
 from collections.abc import Callable
 from typing import Literal
@@ -18,8 +18,7 @@ Norm = Literal['post', 'pre']                   # placement of the norms: see `R
 Source = Float[Tensor, "batch n d_model"]       # one vector for each source position
 Target = Float[Tensor, "batch m d_model"]       # one vector for each target position
 SourceMask = Bool[Tensor, "#batch #heads #m n"] # True where a query may attend to a source position
-# True where a target position may attend to a target position; a causal mask needs no batch axis
-TargetMask = Bool[Tensor, "#m m"] | Bool[Tensor, "#batch #heads #m m"]
+TargetMask = Bool[Tensor, "#m m"] | Bool[Tensor, "#batch #heads #m m"] # the same in the target
 
 class FeedForward(nn.Module):
     """Position-wise feed-forward network (section 3.3, equation 2): max(0, x W1 + b1) W2 + b2.
@@ -47,14 +46,14 @@ class Residual(nn.Module):
         super().__init__()
         if norm not in ('post', 'pre'):
             raise ValueError(f"norm={norm!r} is unknown: choose 'post' or 'pre'")
-        self.pre = norm == 'pre'
+        self.placement = norm
         self.norm = nn.LayerNorm(d_model)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Float[Tensor, "batch n d_model"],
                 sublayer: Callable[[Tensor], Tensor]) -> Float[Tensor, "batch n d_model"]:
         "Add the output of `sublayer`, which keeps the shape of its input, and normalize."
-        if self.pre:
+        if self.placement == 'pre':
             return x + self.dropout(sublayer(self.norm(x)))
         return self.norm(x + self.dropout(sublayer(x)))
 
@@ -104,14 +103,18 @@ class DecoderLayer(nn.Module):
             x, lambda y: self.cross_attention(y, encoder_output, encoder_output, src_mask))
         return self.residual3(x, self.feed_forward)
 
-class Encoder(nn.Module):
-    "`n_layers` encoder layers; pre-norm adds a final layer norm. Arguments as in `EncoderLayer`."
+class Stack(nn.Module):
+    "`n_layers` layers; pre-norm adds a final layer norm. Other arguments as in `EncoderLayer`."
     def __init__(self, n_layers: int, d_model: int, n_heads: int, d_ff: int, dropout: float,
                  norm: Norm = 'post', d_k: int | None = None, d_v: int | None = None):
         super().__init__()
-        self.layers = nn.ModuleList(
-            EncoderLayer(d_model, n_heads, d_ff, dropout, norm, d_k, d_v) for _ in range(n_layers))
+        sizes = (d_model, n_heads, d_ff, dropout, norm, d_k, d_v)
+        self.layers = nn.ModuleList(self.layer_class(*sizes) for _ in range(n_layers))
         self.norm = nn.LayerNorm(d_model) if norm == 'pre' else nn.Identity()
+
+class Encoder(Stack):
+    "Encoder layers, one after another. Arguments as in `Stack`."
+    layer_class = EncoderLayer
 
     def forward(self, x: Source, src_mask: SourceMask | None = None) -> Source:
         "Return the encoder's output, given the embedded source."
@@ -119,14 +122,9 @@ class Encoder(nn.Module):
             x = layer(x, src_mask)
         return self.norm(x)
 
-class Decoder(nn.Module):
-    "`n_layers` decoder layers; pre-norm adds a final layer norm. Arguments as in `EncoderLayer`."
-    def __init__(self, n_layers: int, d_model: int, n_heads: int, d_ff: int, dropout: float,
-                 norm: Norm = 'post', d_k: int | None = None, d_v: int | None = None):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            DecoderLayer(d_model, n_heads, d_ff, dropout, norm, d_k, d_v) for _ in range(n_layers))
-        self.norm = nn.LayerNorm(d_model) if norm == 'pre' else nn.Identity()
+class Decoder(Stack):
+    "Decoder layers, one after another. Arguments as in `Stack`."
+    layer_class = DecoderLayer
 
     def forward(self, x: Target, encoder_output: Source, tgt_mask: TargetMask | None = None,
                 src_mask: SourceMask | None = None) -> Target:

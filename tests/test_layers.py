@@ -1,4 +1,5 @@
 "Layers and stacks: equal to PyTorch's, blind to padding and to other sentences, with dropout where the paper puts it."
+import functools
 import importlib.util
 import re
 
@@ -154,6 +155,34 @@ def test_layers_do_not_share_weights_and_pre_norm_adds_a_final_norm(stack):
     first, second = post.layers
     assert not torch.equal(first.feed_forward.linear1.weight, second.feed_forward.linear1.weight)
     assert isinstance(post.norm, nn.Identity) and isinstance(pre.norm, nn.LayerNorm)
+
+
+def test_layer_norm_by_hand():
+    "The example of the page: mean 8, variance 25; twice the features give the same result."
+    rows = torch.tensor([[1., 7., 9., 15.], [2., 14., 18., 30.]])
+    expected = torch.tensor([-1.4, -0.2, 0.2, 1.4])
+    assert_close(EncoderLayer(4, 2, 8, 0.0).residual1.norm(rows), expected.expand(2, 4))
+
+
+@pytest.mark.parametrize('init, variant, low, high', [
+    (nn.init.xavier_uniform_, lambda norm, x, f: f(x), 0, 0.3),
+    (nn.init.xavier_uniform_, lambda norm, x, f: x + f(x), 1e4, 1e6),
+    (nn.init.xavier_uniform_, lambda norm, x, f: norm(x + f(x)), 0.95, 1.05),
+    (nn.init.xavier_uniform_, lambda norm, x, f: x + f(norm(x)), 3, 8),
+    (nn.init.kaiming_uniform_, lambda norm, x, f: f(x), 1e6, float('inf')),
+    (nn.Identity(), lambda norm, x, f: x + f(x), 2, 4),
+], ids=['bare', 'residual', 'post', 'pre', 'bare, He', "residual, PyTorch's"])
+def test_layer_norm_keeps_the_scale_that_residual_connections_alone_do_not(init, variant, low, high):
+    "What the page says about the norm after 24 layers, by variant and initialization."
+    torch.manual_seed(0)
+    encoder = Encoder(24, 64, 2, 256, 0.0)
+    for module in encoder.modules():
+        if isinstance(module, nn.Linear):
+            init(module.weight)
+        if isinstance(module, Residual):
+            module.forward = functools.partial(variant, module.norm)
+    x = torch.randn(8, 10, 64)
+    assert low <= encoder(x).norm() / x.norm() <= high
 
 
 @pytest.mark.parametrize('stack, n_attentions', [(Encoder, 1), (Decoder, 2)])
