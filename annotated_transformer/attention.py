@@ -48,7 +48,7 @@ def attention(
     return weights @ value, weights
 
 class MultiHeadAttention(nn.Module):
-    """Multi-head attention (3.2.2). Raises ValueError for sizes below 1 or that do not divide evenly.
+    """Multi-head attention (3.2.2). Raises ValueError for sizes below 1 or that divide unevenly.
 
     :param d_model: features of inputs and outputs
     :param n_heads: number of heads, h in the paper
