@@ -7,7 +7,7 @@ BIN    := .venv/bin
 READY  := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check test-pages test-python lab notebooks masthead export readme
+.PHONY: help demo test check test-pages test-python lab notebooks masthead export readme site test-site
 .NOTPARALLEL:
 
 help:           ## this list
@@ -48,6 +48,24 @@ readme: $(READY)  ## execute the front page and write README.md from it
 	$(BIN)/python tools/pages.py masthead index
 	$(BIN)/python tools/pages.py run index
 	$(BIN)/python tools/pages.py readme
+
+# The site has an environment of its own, since its pages are not executed: no PyTorch, but Sphinx, and three packages from npm.
+SITE := site/build
+
+site: $(SITE)/.installed  ## build the website from the stored pages into site/build/html (needs Node.js)
+	$(SITE)/venv/bin/python site/build.py
+
+test-site: $(READY) site  ## build the website and test all of it in a browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(WORKERS) -m 'site or not site' tests/test_site.py
+
+$(SITE)/.installed: site/requirements.txt site/package.json site/package-lock.json
+	@echo '== installing into $(SITE)'
+	@command -v npm >/dev/null || { echo 'the site needs Node.js with npm: formulas are drawn and fonts are fetched with it' >&2; exit 1; }
+	test -x $(SITE)/venv/bin/python || $(PYTHON) -m venv $(SITE)/venv
+	$(SITE)/venv/bin/python -m pip install -q -r site/requirements.txt
+	cp site/package.json site/package-lock.json $(SITE)/
+	npm ci --prefix $(SITE) --silent --no-audit --no-fund
+	@touch $@
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv

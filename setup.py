@@ -1,4 +1,5 @@
 "What pip reads: everything comes from settings.ini, with the standard library and setuptools alone."
+import re
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -17,7 +18,8 @@ EXTRA = '_requirements'
 def readme():
     "The long description; links into the repository are made whole, since an index has no folders."
     text = (here/'README.md').read_text(encoding='utf-8') if (here/'README.md').exists() else ''
-    return text.replace('](nbs/', f']({cfg["git_url"]}/blob/{cfg["branch"]}/nbs/')
+    text = text.replace('](site/images/', f']({cfg["git_url"]}/raw/{cfg["branch"]}/site/images/')
+    return re.sub(r'\]\((?=[\w.-]+[/)])(?!https?:)', f']({cfg["git_url"]}/blob/{cfg["branch"]}/', text)
 
 
 setup(

@@ -4,7 +4,7 @@
 masthead       write the address of settings.ini into every page: its Colab badge, and the cell that installs there
 run [NAME …]   execute pages in place, one after the other (all of them by default), and clean them
 export         write the modules from the pages, with the comments behind parameters in docstrings
-readme         write README.md from the front page, with the results that it stores
+readme         write README.md from the front page, with the results that it stores, and the list of pages
 check          change nothing: say what a masthead, an export, a clean or a readme would alter,
                and what no page may hold
 """
@@ -141,13 +141,33 @@ def cell_markdown(cell):
     source = re.sub(r'^#\s*\|.*\n?', '', cell['source'], flags=re.M).strip()
     return ([] if quiet or not source else [f'```python\n{source}\n```']) + [shown(o) for o in cell['outputs']]
 
+PARTS = {'Part I: the paper': (0, 11), 'Part II: the engine': (20, 39), 'Part III: experiments': (40, 49),
+         'Supporting pages': (50, 99)}
+
+def page_row(path):
+    "A row of the list of pages, from what a page says of itself."
+    cells = read(path)['cells']
+    prose, code = ('\n'.join(c['source'] for c in cells if c['cell_type'] == kind) for kind in ('markdown', 'code'))
+    title, promise = (re.search(rf'^{mark} (.+)', prose, re.M)[1].replace('|', r'\|') for mark in '#>')
+    module = re.search(r'^#\|\s*default_exp (\S+)', code, re.M)
+    return f'| [{path.stem[:2]} {title}]({path.name}) | {promise} | {f"`{module[1]}`" if module else ""} |'
+
+def page_list():
+    "The list of all pages, by part."
+    text = '<!-- Made from the pages by `make readme`. -->\n\n# Pages\n'
+    for part, (first, last) in PARTS.items():
+        rows = [page_row(p) for p in pages() if p.stem[:2].isdigit() and first <= int(p.stem[:2]) <= last]
+        text += f'\n## {part}\n\n' + '\n'.join(['| page | after it, you can | module |', '| --- | --- | --- |', *rows]) + '\n'
+    return text
+
 def readme(args):
-    "Write README.md from the front page, its links turned to where the README lies."
+    "Write README.md from the front page, its links turned to where the README lies, and the list of pages."
     cfg = settings()
+    (ROOT/cfg['nbs_path']/'README.md').write_text(page_list(), encoding='utf-8')
     parts = [p.strip('\n') for c in read(ROOT/cfg['nbs_path']/cfg['readme_nb'])['cells'] for p in cell_markdown(c)]
     text = f'<!-- Made from {cfg["nbs_path"]}/{cfg["readme_nb"]} by `make readme`: edit the page, not this. -->\n\n'
     text += '\n\n'.join(p for p in parts if p) + '\n'
-    text = re.sub(r'\]\((?=[\w-]+\.ipynb)', f']({cfg["nbs_path"]}/', text).replace('](../', '](')
+    text = re.sub(r'\]\((?=[\w-]+\.ipynb|README\.md)', f']({cfg["nbs_path"]}/', text).replace('](../', '](')
     (ROOT/'README.md').write_text(text, encoding='utf-8')
 
 

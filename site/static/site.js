@@ -1,0 +1,36 @@
+// Small things that HTML and CSS cannot do: sort tables, let keys scroll what scrolls, start the live explainer.
+addEventListener('DOMContentLoaded', () => {
+  for (const table of document.querySelectorAll('table.sortable')) {
+    const value = (row, i) => row.cells[i].dataset.sort ?? row.cells[i].textContent
+    table.querySelectorAll('th button').forEach((button, i) => button.addEventListener('click', () => {
+      const heading = button.parentElement
+      const down = heading.getAttribute('aria-sort') === 'ascending'
+      table.querySelectorAll('th').forEach(th => th.removeAttribute('aria-sort'))
+      heading.setAttribute('aria-sort', down ? 'descending' : 'ascending')
+      const rows = [...table.tBodies[0].rows]
+      rows.sort((a, b) => value(a, i).localeCompare(value(b, i), 'en', {numeric: true}))
+      table.tBodies[0].append(...(down ? rows.reverse() : rows))
+    }))
+  }
+
+  // Wide pictures and outputs scroll inside their box; the keyboard must reach them.
+  const reachable = () => {
+    for (const box of document.querySelectorAll('.cell_output .output, .cell_output, .pst-scrollable-table-container, div.math'))
+      if (box.scrollWidth > box.clientWidth + 1 || box.scrollHeight > box.clientHeight + 1) box.tabIndex = 0
+  }
+  reachable()
+  addEventListener('load', reachable)
+
+  // The live views of the pages, and the live explainer on the front page, load when they are asked for.
+  const frame = address => Object.assign(document.createElement('iframe'), {src: address, title: 'A Transformer, live'})
+  for (const view of document.querySelectorAll('details.live-view'))
+    view.addEventListener('toggle', () => view.append(frame(view.dataset.address)), {once: true})
+
+  const live = document.querySelector('#live[data-explainer]')
+  const wide = matchMedia('(min-width: 700px)')
+  live?.querySelector('.start-live').addEventListener('click', event => {
+    if (!wide.matches) return          // on a phone, the explainer gets the whole screen
+    event.preventDefault()
+    live.replaceChildren(frame(live.dataset.explainer))
+  })
+})

@@ -1,0 +1,464 @@
+"""The website. Without a build: how pages are converted, and what the glossary and the reference need. With a build in
+site/build/html (`make site`): links, folds and search, in a real browser. All of it: `make test-site`.
+"""
+import functools
+import gzip
+import http.server
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urljoin, urlparse
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SITE = ROOT / 'site' / 'build' / 'html'
+AXE = ROOT / 'site' / 'build' / 'node_modules' / 'axe-core' / 'axe.min.js'
+PICTURES = ROOT / 'runs' / 'site'           # screenshots to look at
+FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking',
+         '--disable-component-update', '--disable-sync']
+HOW = 'no browser: `apt-get install chromium`, or `playwright install chromium`'
+MAX_PAGE_BYTES = 1_500_000                  # compressed, from an empty cache
+SHOWN = ['index', '01_attention', '07_training', '10_english_to_german', 'results']
+PHONE = {'viewport': {'width': 390, 'height': 844}, 'color_scheme': 'dark'}
+DESK = {'viewport': {'width': 1400, 'height': 1000}, 'color_scheme': 'light'}
+
+sys.path.insert(0, str(ROOT / 'site'))
+import build
+import notebooks
+import project
+import records
+from reference import Reference
+
+built = pytest.mark.site                    # needs a build; `make test` leaves it out
+
+
+# --- without a build
+
+@pytest.fixture(scope='module')
+def reference():
+    return Reference()
+
+
+def converted(stem, tmp_path, reference):
+    terms, _ = build.glossary()
+    names = notebooks.convert(stem, tmp_path, reference, terms)
+    return nbformat.read(tmp_path / f'{stem}.ipynb', 4).cells, names
+
+
+def test_a_page_is_converted(tmp_path, reference):
+    cells, names = converted('01_attention', tmp_path, reference)
+    code = [cell for cell in cells if cell.cell_type == 'code']
+    text = '\n'.join(cell.source for cell in cells)
+    assert not re.search(r'^#\|', text, re.M) and 'google.colab' not in text and 'check_1(extremes,' not in text
+    solutions = [cell for cell in code if 'solution' in cell.metadata.get('tags', [])]
+    assert len(solutions) == 3
+    for cell in solutions:
+        assert set(cell.metadata.tags) & {'hide-cell', 'hide-input'}
+        assert cell.metadata.mystnb.code_prompt_show == 'Show the solution'
+    pictures = [cell for cell in code if any('image/png' in output.get('data', {}) for output in cell.outputs)]
+    assert len(pictures) == 8
+    assert all(len(cell.metadata.mystnb.image.alt) > 10 for cell in pictures)
+    assert 'id="def-MultiHeadAttention" href="api/attention.html#annotated_transformer.attention.MultiHeadAttention"' in text
+    assert 'about ' in text and 'colab.research.google.com' in text and '/edit/' in text
+    assert names['heatmap'] == 'api/plotting.html#annotated_transformer.plotting.heatmap'
+
+
+def test_stored_outputs_are_kept(tmp_path, reference):
+    "Nothing is executed: what a page shows is what its notebook stores."
+    stored = nbformat.read(project.NBS / '09_evaluation.ipynb', 4).cells
+    cells, _ = converted('09_evaluation', tmp_path, reference)
+    printed = [output.text for cell in cells if cell.cell_type == 'code' for output in cell.outputs
+               if output.output_type == 'stream']
+    expected = [output.text for cell in stored if cell.cell_type == 'code' and '#| hide\n' not in cell.source
+                for output in cell.outputs if output.output_type == 'stream']
+    assert printed == expected and len(printed) > 5
+
+
+def test_prose_is_linked_once_and_not_in_code():
+    names = {'beam_search': 'annotated_transformer.decoding.beam_search'}
+    terms = {'beam search': {'forms': ['beam search'], 'definition': 'x'}, 'mask': {'forms': ['mask'], 'definition': 'x'}}
+    text = '# Beam search\n\nA **mask** hides. Beam search is beam search, see `beam_search` and `beam_search`.'
+    linked = notebooks.Prose(text, names, terms).linked(text)
+    assert linked == ('# Beam search\n\nA **mask** hides. {term}`Beam search <beam search>` is beam search, see '
+                      '{py:obj}`beam_search <annotated_transformer.decoding.beam_search>` and `beam_search`.')
+    plain = '`beam search` $beam search$ [beam search](x.md) ```\nbeam search\n```'
+    assert notebooks.Prose(plain, names, terms).linked(plain) == plain
+
+
+def test_links_out_of_the_pages_lead_to_the_repository():
+    text = project.repository_links('[a](../LICENSE) [b](01_attention.ipynb#Why-divide?) [c](index.ipynb)')
+    assert text == f"[a]({project.CFG['blob']}/LICENSE) [b](01_attention.ipynb#why-divide) [c](index.md)"
+
+
+def test_every_page_is_in_the_navigation():
+    assert {stem for stem in project.PAGES} == {path.stem for path in project.NBS.glob('[0-9]*.ipynb')}
+    assert all(re.search(rf'<{stem}>$', build.toctrees(), re.M) for stem in project.PAGES)
+
+
+def test_glossary_leads_to_pages_that_use_the_term():
+    terms, page = build.glossary()
+    assert len(terms) >= 60
+    for term, entry in terms.items():
+        (target,) = re.findall(r'\]\((\w+)\.ipynb\)', entry['definition'])
+        text = (project.NBS / f'{target}.ipynb').read_text(encoding='utf-8').lower()
+        assert any(form in text for form in entry['forms'] or [term.lower()]), f'{term} is not on page {target}'
+        assert f'```{{glossary}}\n{term}\n' in page
+
+
+def test_reference_has_every_public_name_with_its_parameters(reference, tmp_path):
+    assert sum(map(len, reference.modules.values())) > 800
+    text = reference.module_page('decoding')
+    assert ".. py:function:: beam_search(model: nn.Module, src: Int[Tensor, '1 n'], beam_size: int=4" in text
+    assert ':param length_penalty: alpha in section 6.1, at least 0' in text
+    assert '/annotated_transformer/decoding.py#L' in text
+    assert 'Page 08, Decoding' in text
+    assert '.. py:class:: Hypothesis(ids: list[int], log_prob: float, normalized_score: float)' in text
+
+
+def test_results_are_those_of_the_records():
+    page = records.page('')
+    for name, record in records.load().items():
+        assert f'>{name}</a>' in page
+        for source in records.sources(name, record):
+            assert source['machine'] and source['date'] and len(source['weights'] or source['file']) == 64
+    scores = records.load()['multi30k-en-fr']['scores']['test_2016_flickr']
+    assert f"{scores['bleu']:.2f} ± {scores['bleu_half_width']:.2f}" in page
+
+
+def test_old_page_numbers_lead_to_pages():
+    page = build.moved()
+    assert page.count('.ipynb)') > 30 and '| `memory` | `encoder_output` |' in page
+
+
+# --- the built site, read
+
+class Page(HTMLParser):
+    "Addresses, ids, headings, pictures and folds of one page."
+    def __init__(self, path):
+        super().__init__()
+        self.links = []
+        self.loads = []
+        self.ids = set()
+        self.images = []
+        self.n_titles = 0
+        self.folds = []
+        text = path.read_text(encoding='utf-8')
+        self.text = text
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if 'id' in attrs:
+            self.ids.add(attrs['id'])
+        if tag == 'a' and 'href' in attrs:
+            self.links.append(attrs['href'])
+        if 'src' in attrs:
+            self.loads.append(attrs['src'])
+        if tag == 'link' and attrs.get('rel') not in ('canonical', 'author'):
+            self.loads.append(attrs['href'])
+        if tag == 'img':
+            self.images.append(attrs.get('alt', ''))
+        if tag == 'h1':
+            self.n_titles += 1
+        if tag == 'details':
+            self.folds.append('open' in attrs)
+
+
+@pytest.fixture(scope='module')
+def site():
+    if not SITE.exists():
+        pytest.fail('no site: run `make site`')
+    return {path.relative_to(SITE).as_posix(): Page(path) for path in sorted(SITE.rglob('*.html'))
+            if not {'_static', 'explainer', 'pagefind'} & set(path.relative_to(SITE).parts)}
+
+
+@built
+def test_every_link_and_anchor_resolves(site):
+    n_links = 0
+    wrong = []
+    for name, page in site.items():
+        for link in page.links + page.loads:
+            if urlparse(link).scheme or link.startswith('//'):
+                if link in page.loads and not link.startswith('data:'):
+                    wrong.append(f'{name} loads {link}')
+                continue
+            n_links += 1
+            target, anchor = urldefrag(urljoin(f'/{name}', link))
+            target = unquote(urlparse(target).path).lstrip('/') or 'index.html'
+            if not (SITE / target).exists():
+                wrong.append(f'{name}: no {link}')
+            elif anchor and target in site and unquote(anchor) not in site[target].ids:
+                wrong.append(f'{name}: no anchor {link}')
+    assert not wrong, '\n'.join(wrong[:40])
+    assert n_links > 10_000 and len(site) > 120
+
+
+@built
+def test_pages_hold_what_they_should(site):
+    for name, page in site.items():
+        if name.startswith('search') or name == 'genindex.html':
+            continue
+        assert page.n_titles == 1, f'{name} has {page.n_titles} titles'
+        assert all(page.images), f'{name} has a picture without a text'
+        assert 'katex-error' not in page.text and '<Figure size' not in page.text
+        assert not re.search(r'\{(?:term|py:obj)\}', page.text), name
+        assert '<meta name="description"' in page.text
+    for number in range(12):
+        (page,) = [page for name, page in site.items() if name.startswith(f'{number:02}_')]
+        assert page.text.count('Show the solution') >= 2
+        assert not any(page.folds), 'a fold is open'
+        assert 'class="term"' in page.text and 'class="code-link"' in page.text
+
+
+@built
+def test_it_works_on_pages_beside_each_other():
+    "What GitHub Pages needs, and what it must not leave out."
+    assert (SITE / '.nojekyll').exists()
+    assert (SITE / '_static/katex/fonts').is_dir() and (SITE / 'pagefind/pagefind.js').exists()
+    for licence in ('katex/LICENSE', 'fonts/source-sans-3-LICENSE', 'fonts/source-serif-4-LICENSE'):
+        assert (SITE / '_static' / licence).exists()
+
+
+# --- the built site, in a browser
+
+@pytest.fixture(scope='module')
+def chromium():
+    playwright_api = pytest.importorskip('playwright.sync_api')
+    with playwright_api.sync_playwright() as playwright:
+        own = playwright.chromium.executable_path
+        installed = filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome')))
+        found = own if Path(own).exists() else next(installed, None)
+        if not found:
+            (pytest.fail if os.environ.get('CI') else pytest.skip)(HOW)
+        browser = playwright.chromium.launch(executable_path=found, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope='module')
+def address():
+    "The site below a folder, as on GitHub Pages."
+    handler = functools.partial(Quiet, directory=SITE.parent)
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f'http://127.0.0.1:{server.server_port}/{SITE.name}/'
+    server.shutdown()
+
+
+@pytest.fixture
+def visit(chromium, address):
+    "Opens a page. At the end, nothing may have been asked of another server, missing, or reported on the console."
+    contexts = []
+    faults = []
+
+    def open_page(name, **how):
+        context = chromium.new_context(**(DESK | how))
+        page = context.new_page()
+        page.set_default_timeout(15_000)
+        page.on('request', lambda request: request.url.startswith((address, 'data:', 'blob:'))
+                or faults.append(f'{name} asks for {request.url}'))
+        page.on('response', lambda response: response.status < 400 or faults.append(f'{response.status} {response.url}'))
+        page.on('console', lambda message: message.type in ('error', 'warning')
+                and faults.append(f'{name} reports {message.text}'))
+        page.on('pageerror', lambda error: faults.append(f'{name} fails: {error}'))
+        page.goto(f'{address}{name}.html')
+        contexts.append(context)
+        return page
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert faults == []
+
+
+def names_of_pages():
+    return [path.relative_to(SITE).with_suffix('').as_posix() for path in sorted(SITE.rglob('*.html'))
+            if not {'_static', 'explainer', 'pagefind'} & set(path.relative_to(SITE).parts)] if SITE.exists() else []
+
+
+@built
+@pytest.mark.parametrize('how', [PHONE, DESK], ids=['phone, dark', 'desk, light'])
+def test_every_page_fits_its_screen(visit, how):
+    for name in names_of_pages():
+        page = visit(name, **how)
+        page.wait_for_load_state('networkidle')
+        too_wide = page.evaluate('document.documentElement.scrollWidth - innerWidth')
+        assert too_wide <= 1, f'{name} is {too_wide} pixels too wide'
+        assert page.evaluate('document.documentElement.dataset.theme') == how['color_scheme']
+        page.context.close()
+
+
+@built
+@pytest.mark.parametrize('words, target, heading', [
+    ('label smoothing', '07_training.html', 'Training'), ('beam search', '08_decoding.html', 'Decoding'),
+    ('MultiHeadAttention', '01_attention.html', 'Attention'),
+    ('MultiHeadAttention', 'api/attention.html', 'attention')])
+def test_search_finds(visit, words, target, heading):
+    page = visit('21_vocabulary')
+    page.keyboard.press('Control+k')
+    page.locator('#find input').fill(words)
+    page.wait_for_selector('#find a.pagefind-ui__result-link')
+    page.wait_for_timeout(800)
+    found = page.locator('#find a.pagefind-ui__result-link').evaluate_all('links => links.map(a => a.href)')
+    assert any(urlparse(link).path.endswith(f'/{target}') for link in found[:8]), found
+    page.locator(f'#find a.pagefind-ui__result-link[href*="{target}"]').first.click()
+    page.wait_for_url(f'**/{target}*')
+    assert page.locator('h1').first.inner_text().startswith(heading)
+
+
+@built
+def test_search_works_from_a_folder(chromium):
+    "Without a server, Sphinx's own index answers."
+    page = chromium.new_context(offline=True).new_page()
+    page.goto(f'{(SITE / "search.html").as_uri()}?q=label+smoothing')
+    page.wait_for_selector('#search-results li a')
+    page.wait_for_timeout(1500)
+    assert any('Training' in text for text in page.locator('#search-results li a').all_inner_texts()[:5])
+    page.goto((SITE / '01_attention.html').as_uri())
+    assert page.locator('.katex').first.is_visible()
+    assert page.evaluate("document.fonts.load('16px KaTeX_Math').then(fonts => fonts.length)") == 1
+    page.context.close()
+
+
+@built
+def test_solutions_are_folded_and_open(visit):
+    page = visit('01_attention')
+    solution = page.locator('.tag_solution pre').first
+    assert not solution.is_visible()
+    page.locator('.tag_solution summary').first.click()
+    solution.wait_for(state='visible')
+    assert 'def extremes' in solution.inner_text()
+
+
+@built
+def test_copy_buttons_copy(visit):
+    page = visit('01_attention', permissions=['clipboard-read', 'clipboard-write'])
+    box = page.locator('div.cell_input:visible').first
+    box.hover()
+    box.locator('button.copybtn').click()
+    page.wait_for_timeout(200)
+    assert page.evaluate('navigator.clipboard.readText()').strip() == box.locator('pre').inner_text().strip()
+
+
+@built
+def test_dark_mode(visit):
+    "The button changes the page and its plots, whose ground is transparent, and the choice is kept."
+    page = visit('01_attention')
+    colours = '''() => [getComputedStyle(document.body).backgroundColor,
+                       getComputedStyle(document.querySelector('.cell_output img')).backgroundColor]'''
+    light = page.evaluate(colours)
+    plot = page.locator('.cell_output img').nth(1)
+    plot.scroll_into_view_if_needed()
+    by_day = plot.screenshot()
+    while page.evaluate('document.documentElement.dataset.theme') != 'dark':
+        page.locator('button.theme-switch-button:visible').first.click()
+    page.wait_for_timeout(400)
+    dark = page.evaluate(colours)
+    assert light[0] != dark[0] and dark[1] == 'rgba(0, 0, 0, 0)'
+    assert plot.screenshot() != by_day
+    page.reload()
+    assert page.evaluate('document.documentElement.dataset.theme') == 'dark'
+
+
+@built
+def test_names_and_terms_lead_on(visit):
+    page = visit('08_decoding')
+    page.locator('.bd-article p a.reference[href*="api/"]').first.click()
+    page.wait_for_url('**/api/*.html*')
+    page = visit('10_english_to_german')
+    page.locator('a.code-link', has_text='train_tokenizer').first.click()
+    page.wait_for_url('**/api/vocabulary.html#annotated_transformer.vocabulary.train_tokenizer')
+    assert page.locator(':target').is_visible()
+    page.locator('a', has_text='Page 21, Vocabulary').first.click()
+    page.wait_for_url('**/21_vocabulary.html')
+    term = page.locator('a.term').first
+    term.hover()
+    shown = term.evaluate("a => getComputedStyle(a, '::after').content")
+    assert len(shown) > 20 and shown.strip('"')[:20] == term.get_attribute('data-definition')[:20]
+
+
+@built
+def test_tables_of_results_sort(visit):
+    page = visit('results')
+    column = page.locator('table.sortable').first.locator('tbody tr td:nth-child(3)')
+    page.locator('table.sortable').first.locator('th button', has_text='BLEU').click()
+    values = [float(text.split()[0]) for text in column.all_inner_texts()]
+    assert values == sorted(values) and len(values) > 10
+    page.locator('table.sortable').first.locator('th button', has_text='BLEU').click()
+    assert [float(text.split()[0]) for text in column.all_inner_texts()] == sorted(values, reverse=True)
+
+
+@built
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize('name', [*SHOWN, 'api/decoding', 'glossary'])
+def test_accessibility(visit, name, scheme):
+    page = visit(name, color_scheme=scheme)
+    page.wait_for_load_state('networkidle')
+    page.evaluate(AXE.read_text(encoding='utf-8'))
+    found = page.evaluate("axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa']})")['violations']
+    serious = {fault['id']: [node['target'] for node in fault['nodes']][:5]
+               for fault in found if fault['impact'] in ('serious', 'critical')}
+    assert not serious, json.dumps(serious, indent=1)
+
+
+@built
+@pytest.mark.parametrize('name', [*SHOWN, '92_diagrams', 'api/index'])
+def test_pages_are_light(chromium, address, name):
+    "From an empty cache, as a server that compresses would send them."
+    page = chromium.new_context(**DESK).new_page()
+    bodies = []
+    page.on('requestfinished', lambda request: bodies.append((request.url, request.response().body())))
+    page.goto(f'{address}{name}.html')
+    page.wait_for_load_state('networkidle')
+    packed = ('png', 'webp', 'woff2')
+    sizes = {url: len(body) if url.endswith(packed) else len(gzip.compress(body, 6)) for url, body in bodies}
+    page.context.close()
+    assert sum(sizes.values()) < MAX_PAGE_BYTES, sorted(sizes.items(), key=lambda item: -item[1])[:8]
+
+
+@built
+@pytest.mark.parametrize('name', SHOWN)
+@pytest.mark.parametrize('how', ['light', 'dark', 'phone'])
+def test_screenshots(visit, name, how):
+    page = visit(name, **(PHONE if how == 'phone' else {'color_scheme': how}))
+    page.wait_for_load_state('networkidle')
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    assert page.screenshot(path=PICTURES / f'{name}-{how}.png')
+
+
+@built
+def test_pages_can_be_read_without_scripts(visit):
+    page = visit('01_attention', java_script_enabled=False)
+    assert page.locator('.katex').first.is_visible() and page.locator('article h2').first.is_visible()
+
+
+@built
+def test_tasks_of_a_newcomer(visit):
+    "Each is two clicks from the front page."
+    page = visit('index')
+    page.locator('a', has_text='Install').first.click()
+    assert page.locator('pre', has_text='pip install git+').first.is_visible()
+    page = visit('index')
+    assert page.locator('tr', has_text='Multi30k EN-DE').first.inner_text().count('39.')
+    page.locator('a', has_text='Train on my data').click()
+    page.wait_for_url('**/34_your_own_data.html')
+    assert page.locator('pre', has_text='--tsv').first.is_visible()
+    page = visit('index')
+    page.locator('a', has_text='Reference').first.click()
+    page.locator('article a', has_text='beam_search').first.click()
+    page.wait_for_url('**/api/decoding.html#annotated_transformer.decoding.beam_search')
+    assert 'length_penalty' in page.locator('dt:target').inner_text()
+    page = visit('index')
+    page.locator('nav a', has_text='01 Attention').first.click()
+    assert page.locator('h2', has_text='Masks').is_visible()
