@@ -202,7 +202,7 @@ def main():
     slim()
     if EXPLAINER.exists():
         make_explainer()
-    subprocess.run([sys.executable, '-m', 'pagefind', '--site', HTML, '--quiet', '--root-selector', 'article.bd-article',
+    subprocess.run([sys.executable, '-m', 'pagefind', '--site', HTML, '--quiet', '--root-selector', 'article',
                     '--exclude-selectors', 'a.headerlink, .prev-next-area, div.exported, p.page-facts'], check=True)
     (HTML / '.nojekyll').write_text('')
     size = sum(path.stat().st_size for path in HTML.rglob('*') if path.is_file())
