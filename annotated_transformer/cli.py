@@ -3,7 +3,7 @@
 """Command line: train, evaluate, translate and inspect from a shell; know which setting wins."""
 
 __all__ = ['COMMANDS', 'DECIDING', 'PROGRAM', 'NO_MEMORY', 'choose_command', 'command_class', 'with_file', 'parse_values',
-           'parse', 'save_config', 'run', 'option_names', 'is_out_of_memory', 'main']
+           'parse', 'save_config', 'run', 'as_typed', 'is_out_of_memory', 'main']
 
 import contextlib
 import importlib
@@ -99,6 +99,8 @@ def save_config(path: Path, name: str, values: dict) -> None:
     "Write the options of a command into a file. Raises ValueError if it exists."
     if path.exists():
         raise ValueError(f'{path} exists: choose another file for --save-config')
+    if path.suffix != '.json':
+        raise ValueError(f'{path}: a configuration is JSON, so choose a name that ends in .json')
     atomic_write(path, config_text(name, values))
     print(f'{path} is written. Next: {PROGRAM} {name} --config {path}')
 
@@ -109,13 +111,18 @@ def run(args: Sequence[str]) -> None:
     if values['save_config']:
         save_config(values['save_config'], args[0], values)
     else:
-        ready()
+        from annotated_transformer.line_translation import stop_on_sigterm # imports PyTorch
+        with stop_on_sigterm():
+            ready()
 
-def option_names(args: Sequence[str]) -> list[str]:
-    "Return the names of the options of the command that is called."
+def as_typed(message: str, args: Sequence[str]) -> str:
+    "Name the options in a message as they are typed for the command that is called."
     if not args or args[0] not in COMMANDS:
-        return []
-    return list(command_class(args[0]).options({}))
+        return message
+    command = command_class(args[0])
+    for name, option in command.NAMES.items():
+        message = message.replace(f'{name}=', f'{option}=')
+    return named_as_typed(message, command.options({}))
 
 NO_MEMORY = ('there is not enough memory: use smaller batches (--max-tokens to train, --batch-tokens to translate), '
              'a smaller beam or a smaller model')
@@ -136,8 +143,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     try:
         with warnings.catch_warnings(): # callers in Python keep their own settings
-            names = option_names(args)
-            warnings.showwarning = lambda message, *_: print(f'{PROGRAM}: {named_as_typed(str(message), names)}',
+            warnings.showwarning = lambda message, *_: print(f'{PROGRAM}: {as_typed(str(message), args)}',
                                                              file=sys.stderr)
             run(args)
     except BrokenPipeError: # the program that read our output has ended
@@ -149,7 +155,7 @@ def main(args: Sequence[str] | None = None) -> None:
         number = getattr(error, 'signal', signal.SIGINT) # Ctrl-C carries none
         fail(f'interrupted; {error}'.rstrip('; '), 128 + number)
     except ValueError as error:
-        fail(named_as_typed(str(error), option_names(args)))
+        fail(as_typed(str(error), args))
     except MemoryError:
         fail(NO_MEMORY)
     except OSError as error:

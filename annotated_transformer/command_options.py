@@ -2,11 +2,11 @@
 
 """Command options: turn dataclasses into commands: help under headings, plain error messages, configuration files."""
 
-__all__ = ['METAVARS', 'GROUPS_TYPE', 'Option', 'Common', 'field_texts', 'strip_none', 'strip_annotations', 'is_union',
-           'nested_dataclass', 'options_of', 'build', 'choices_of', 'takes_several', 'metavar', 'parsed_type',
-           'help_text', 'default_hint', 'grouped', 'parser_class', 'parse_options', 'check_repeated', 'flat_values',
-           'plain_error', 'with_suggestion', 'named_as_typed', 'read_config', 'checked_value', 'config_text', 'Command',
-           'peek']
+__all__ = ['METAVARS', 'GROUPS_TYPE', 'OTHER_NAMES', 'Option', 'Common', 'field_texts', 'strip_none', 'strip_annotations',
+           'is_union', 'nested_dataclass', 'options_of', 'build', 'choices_of', 'takes_several', 'metavar',
+           'parsed_type', 'help_text', 'default_hint', 'grouped', 'parser_class', 'parse_options', 'check_repeated',
+           'check_empty', 'flat_values', 'plain_error', 'with_suggestion', 'named_as_typed', 'read_config',
+           'checked_value', 'config_text', 'Command', 'peek']
 
 import contextlib
 import difflib
@@ -246,6 +246,7 @@ def parse_options(
     :return: the value of each option
     """
     check_repeated(options, args)
+    check_empty(options, args)
     wants_help = any(arg in ('-h', '--help') for arg in args)
     markers = [tyro.conf.OmitArgPrefixes]
     if wants_help:
@@ -267,6 +268,13 @@ def check_repeated(options: Mapping[str, Option], args: Sequence[str]) -> None:
         n_times = sum(arg == option.flag or arg.startswith(f'{option.flag}=') for arg in args)
         if n_times > 1:
             raise ValueError(f'{option.flag} is given {n_times} times: name all files after one {option.flag}')
+
+def check_empty(options: Mapping[str, Option], args: Sequence[str]) -> None:
+    "Raise ValueError for an empty name of a file: it would mean the folder that the command runs in."
+    flags = [option.flag for option in options.values() if Path in strip_none(option.kind)]
+    for flag, value in zip(args, args[1:]):
+        if flag in flags and value == '':
+            raise ValueError(f'{flag} is empty: name a file or a folder')
 
 def flat_values(parsed: Any) -> Iterable[tuple[str, Any]]:
     for f in fields(parsed):
@@ -293,6 +301,12 @@ def plain_error(box: str) -> str:
     text = re.sub(r' *Perhaps you meant: .*', '', text) # `with_suggestion` knows better
     return text.replace('Expected 1 values.', '').strip()
 
+OTHER_NAMES = { # what other programs call an option
+    '--lr': '--peak-lr', '--learning-rate': '--peak-lr', '--batch-size': '--max-tokens', '--epochs': '--max-epochs',
+    '--steps': '--max-steps', '--data': '--tsv', '--checkpoint': '--model', '--gpu': '--device',
+    '--num-beams': '--beam-size',
+}
+
 def with_suggestion(
     message: str,
     options: Mapping[str, Option],
@@ -305,7 +319,7 @@ def with_suggestion(
     if not found:
         return message
     flags = [option.flag for option in options.values()]
-    likely = [flag for flag in flags if flag.startswith(found[1])][:3]
+    likely = [flag for flag in flags if flag.startswith(found[1]) or flag == OTHER_NAMES.get(found[1])][:3]
     likely = likely or difflib.get_close_matches(found[1], flags, n=1)
     return f'{message} (did you mean {" or ".join(likely)}?)' if likely else message
 
@@ -318,7 +332,9 @@ def named_as_typed(message: str, names: Iterable[str]) -> str:
     for name in sorted(names, key=len, reverse=True):
         flag = '--' + name.replace('_', '-')
         prefix = r'(?<![\w/.-])(?:(?:corpus|model|training)\.)?'
+        message = re.sub(rf"{prefix}{name}='(\S+)'", rf'{flag} \1', message)
         message = re.sub(rf'{prefix}{name}=(?=\S)', f'{flag} ', message)
+        message = message.replace(f'`{name}`', flag)
         if '_' in name:
             message = re.sub(rf'{prefix}{name}(?![\w/-]|\.\w)', flag, message)
         message = re.sub(rf'\b(?:corpus|model|training)\.{name}(?= was )', flag, message)
@@ -341,7 +357,8 @@ def read_config(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
             elif name not in ('command', 'data'):
                 values[name] = value
     except (ValueError, AttributeError) as error:
-        raise ValueError(f'{path} cannot be read as a configuration: {error}') from None
+        raise ValueError(f'{path} cannot be read as a configuration, which is JSON, as --save-config writes it: {error}'
+                         ) from None
     values.pop('kind', None)
     unknown = sorted(values.keys() - options.keys())
     if unknown:

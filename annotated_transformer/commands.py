@@ -412,6 +412,8 @@ class Attention(Command):
     common: Common = field(default_factory=Common)
 
     def __call__(self) -> None:
+        if not self.text.strip():
+            raise ValueError('the sentence is blank: give a sentence in quotes')
         check_output(self.output, [], self.overwrite)
         translator = load(self.model, self.common)
         translator.explore(self.text, self.translation).save(self.output)

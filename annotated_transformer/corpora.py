@@ -276,7 +276,7 @@ def check_not_empty(n_pairs: int, name: str | Path, dropped: dict[str, int]) -> 
 
 def build_corpus(
     config: CorpusConfig, splits: dict[str, Callable[[], Iterable[tuple[str, str]]]], missing: Sequence[str] = (),
-    compared: Sequence[str] = (), files: Sequence[Path] = (),
+    compared: Sequence[str] = (), files: Sequence[Path] = (), left_out: Counter | None = None,
 ) -> Corpus:
     """A corpus whose training pairs are cleaned, and share no source with missing and compared splits.
 
@@ -284,6 +284,7 @@ def build_corpus(
     :param missing: splits to hold out from `train`
     :param compared: splits whose sources are removed from `train`
     :param files: what `train` depends on, the training text first
+    :param left_out: bad lines of the training text, counted while it is read
     """
     corpus = Corpus(config.corpus, config.langs, dict(splits))
     if 'train' not in splits:
@@ -316,19 +317,21 @@ def build_corpus(
         if config.extra_src:
             held_out = held_out_sentences(corpus, [split for split in corpus.splits if split != 'train'])
             for src, tgt in file_groups({'extra_src': config.extra_src, 'extra_tgt': config.extra_tgt}):
-                extra = stream_files(src, tgt, config.on_error == 'skip')
+                extra = stream_files(src, tgt, left_out)
                 pairs = chain(pairs, unseen_pairs(extra, *held_out, counts, f'{src} and {tgt}'))
         n_pairs = 0
         for pair in clean(pairs, corpus.dropped, **config.cleaning):
             n_pairs += 1
             yield pair
         corpus.dropped['held out'] = counts['held out']
+        corpus.dropped.update(left_out or {})
         check_not_empty(n_pairs, name, corpus.dropped)
 
     def load_train():
         pairs = list(read_train())
         if corpus.dropped['blank']:
-            warnings.warn(f'{name}: {corpus.dropped["blank"]} training pairs with a blank side are left out')
+            noun = 'pair' if corpus.dropped['blank'] == 1 else 'pairs'
+            warnings.warn(f'{name}: left out {corpus.dropped["blank"]} training {noun} with a blank side')
         return pairs
 
     for split in missing:
@@ -360,20 +363,24 @@ def toy_corpus(config: CorpusConfig) -> Corpus:
 def text_corpus(config: CorpusConfig) -> Corpus:
     "A corpus of your own: a table, or two text files; the splits that are not given are held out."
     files = config.split_files()
+    left_out = Counter() if config.on_error == 'skip' else None # bad lines of the training text
     def read_group(paths, is_train):
-        skip_bad = is_train and config.on_error == 'skip'
+        counter = left_out if is_train else None
         if len(paths) == 1:
-            return stream_tsv(*paths, config.skip_header, skip_bad)
+            return stream_tsv(*paths, config.skip_header, counter)
         if is_train and config.large:
-            return stream_files(*paths, skip_bad)
-        return zip_lines(*[read_lines(path, skip_bad) for path in paths], paths)
+            return stream_files(*paths, counter)
+        pairs = zip_lines(*[read_lines(path, counter) for path in paths], paths)
+        return [pair for pair in pairs if None not in pair]
     def read(split):
+        if split == 'train' and left_out:
+            left_out.clear() # a large corpus is read more than once
         pairs = chain.from_iterable(read_group(paths, split == 'train') for paths in files[split])
         return pairs if split == 'train' else list(pairs)
     missing = [split for split in ('val', 'test') if split not in files]
     given = [split for split in files if split != 'train']
     return build_corpus(config, {split: partial(read, split) for split in files}, missing, given,
-                        [path for groups in files.values() for paths in groups for path in paths])
+                        [path for groups in files.values() for paths in groups for path in paths], left_out)
 
 def copy_corpus(config: CorpusConfig) -> Corpus:
     "The copy task: 20,000 different sequences to train on, 500 to validate on, 1,000 to test on."

@@ -111,7 +111,7 @@ def model_card(folder: str | Path, name: str | None = None) -> str:
     parts += ['## Model', table(['setting', 'value'], sizes)]
     if run and 'progress' in training:
         progress = training['progress']
-        settings = {'steps': progress['step'], 'epochs': round(progress.get('epochs', progress['epoch']), 1),
+        settings = {'steps': progress['step'], 'epochs': f'{round(progress.get("epochs", progress["epoch"]), 1):g}',
                     'minutes': round(progress['minutes'], 1)}
         chosen = ('max_tokens', 'warmup_steps', 'peak_lr', 'label_smoothing', 'precision', 'seed')
         settings |= {name: run['training'][name] for name in chosen if name in run['training']}

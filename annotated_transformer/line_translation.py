@@ -140,6 +140,8 @@ class PartialOutput:
         except BaseException as error:
             if not self.n_done:
                 self.remove()
+                if isinstance(error, KeyboardInterrupt):
+                    error.args = ('no translation was finished yet',)
             elif isinstance(error, (KeyboardInterrupt, OSError, ValueError)):
                 self.explain(error)
             raise

@@ -2,10 +2,10 @@
 
 """Parallel text: read sentence pairs from files and tables, and stop at the first line that would spoil them."""
 
-__all__ = ['Pairs', 'Files', 'OTHER_FORMATS', 'ANKI_SETTING', 'HEADER_WORDS', 'REJECTION_REASONS', 'raw_lines', 'decode_line',
-           'stream_lines', 'warn_of', 'read_lines', 'zip_lines', 'stream_files', 'as_paths', 'file_groups',
-           'table_rows', 'table_row', 'anki_row', 'is_numbered', 'is_header', 'table_pairs', 'stream_tsv', 'read_tsv',
-           'SeenTexts', 'is_blank', 'rejection_reason', 'clean', 'PairStream']
+__all__ = ['Pairs', 'Files', 'OTHER_FORMATS', 'ANKI_SETTING', 'HEADER_WORDS', 'REJECTION_REASONS', 'raw_lines', 'BadLine',
+           'encoding_hint', 'decode_line', 'stream_lines', 'count_bad_lines', 'read_lines', 'zip_lines', 'stream_files',
+           'as_paths', 'file_groups', 'table_rows', 'table_row', 'anki_row', 'is_numbered', 'is_header', 'table_pairs',
+           'stream_tsv', 'read_tsv', 'SeenTexts', 'is_blank', 'rejection_reason', 'clean', 'PairStream']
 
 import csv
 import gzip
@@ -15,6 +15,7 @@ import random
 import re
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, islice, zip_longest
@@ -54,26 +55,45 @@ def raw_lines(path: str | Path) -> Iterator[bytes]:
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f'{path} is not a complete gzip file: {error}') from None
 
+class BadLine(ValueError):
+    """A line that cannot be read as text, or as a row of a table.
+
+    :param reason: in a few words, to count lines by it
+    """
+    def __init__(self, message: str, reason: str):
+        super().__init__(message)
+        self.reason = reason
+
+def encoding_hint(line: bytes) -> str:
+    "What to do with a line that is not UTF-8. Shows how a word would read in Windows-1252, which extends Latin-1."
+    words = line.decode('cp1252', errors='replace').split()
+    word = next((word for word in words if not word.isascii()), '')
+    if not all(character.isascii() or character.isalpha() or character in '“”‘’„‚…–—«»€£°§' for character in word):
+        return 'convert other text to UTF-8'
+    return (f'if this is Windows-1252 or Latin-1, so that it reads {word[:30]!r}, convert the file: '
+            'iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW')
+
 def decode_line(line: bytes, where: str) -> str:
-    """A line as text. Raises ValueError that starts with `where`.
+    """A line as text. Raises BadLine that starts with `where`.
 
     :param where: file and line, for the error message
     """
     if b'\0' in line:
-        raise ValueError(f'{where}: a NUL character, so this is not a text file')
+        raise BadLine(f'{where}: a NUL character, so this is not a text file', 'NUL character')
     if b'\r' in line:
-        raise ValueError(f'{where}: a carriage return within the line')
+        raise BadLine(f'{where}: a carriage return within the line', 'carriage return')
     try:
         return line.decode('utf-8')
     except UnicodeDecodeError as error:
-        raise ValueError(f'{where}: not UTF-8 ({error.reason}, byte {error.start + 1}): convert other text to UTF-8'
-                         ) from None
+        problem = f'{where}: not UTF-8 ({error.reason}, byte {error.start + 1}): {encoding_hint(line)}'
+        raise BadLine(problem, 'not UTF-8') from None
 
-def stream_lines(path: str | Path, skip_bad: bool = False) -> Iterator[str]:
+def stream_lines(path: str | Path, left_out: Counter | None = None) -> Iterator[str | None]:
     """The lines of a text, one at a time. Raises OSError, or ValueError that names the file and the line.
 
     :param path: a UTF-8 text file, gzipped or not
-    :param skip_bad: read a line that is no text as blank, and warn at the end
+    :param left_out: counts lines that are no text, by reason; without it, they are errors
+    :return: None: a line that is left out
     """
     number = 0
     errors = []
@@ -82,28 +102,36 @@ def stream_lines(path: str | Path, skip_bad: bool = False) -> Iterator[str]:
             line = line.removeprefix(b'\xef\xbb\xbf') # a byte order mark, which some editors add
         try:
             yield decode_line(line.removesuffix(b'\n').removesuffix(b'\r'), f'{path}, line {number}')
-        except ValueError as error:
-            if not skip_bad:
+        except BadLine as error:
+            if left_out is None:
                 raise
             errors.append(error)
-            yield ''
+            yield None
     if number == 0:
         raise ValueError(f'{path} is empty')
-    warn_of(errors)
+    count_bad_lines(errors, path, number, left_out)
 
-def warn_of(errors: Sequence[ValueError]) -> None:
-    "Warn of lines that are left out, with their number and the first error."
-    if errors:
-        warnings.warn(f'{errors[0]}; bad lines left out: {len(errors)}')
+def count_bad_lines(errors: Sequence[BadLine], path: str | Path, n_lines: int, left_out: Counter | None) -> None:
+    "Count the bad lines of a file by reason, and warn. Raises ValueError if they are ten or more, and over a tenth."
+    if not errors:
+        return
+    counts = Counter(error.reason for error in errors)
+    left_out.update(counts)
+    reasons = ', '.join(f'{reason}: {count:,}' for reason, count in counts.items())
+    first = str(errors[0]).removeprefix(f'{path}, ')
+    found = f'{len(errors):,} of {n_lines:,} lines ({reasons}). The first is {first}'
+    if len(errors) >= 10 and len(errors) > n_lines / 10:
+        raise ValueError(f'{path}: too many bad lines to leave out, {found}')
+    warnings.warn(f'{path}: left out {found}')
 
-def read_lines(path: str | Path, skip_bad: bool = False) -> list[str]:
+def read_lines(path: str | Path, left_out: Counter | None = None) -> list[str]:
     """All lines of a text. Raises what `stream_lines` raises, and ValueError if all lines are blank.
 
     :param path: a UTF-8 text file, gzipped or not
-    :param skip_bad: read a line that is no text as blank, and warn
+    :param left_out: as for `stream_lines`
     """
-    lines = list(stream_lines(path, skip_bad))
-    if not any(line.strip() for line in lines):
+    lines = list(stream_lines(path, left_out))
+    if not any(line and line.strip() for line in lines):
         raise ValueError(f'{path} is empty: all its lines are blank')
     return lines
 
@@ -118,26 +146,28 @@ def zip_lines(
         return list(zip(src, tgt))
     message = f'{names[0]} has {len(src)} lines, {names[1]} has {len(tgt)}'
     for number, (source, target) in enumerate(zip(src, tgt), 1):
-        if bool(source.strip()) != bool(target.strip()):
+        if bool((source or '').strip()) != bool((target or '').strip()):
             message += f'; line {number} is the first that is blank in only one of them'
             break
     raise ValueError(message)
 
-def stream_files(src: str | Path, tgt: str | Path, skip_bad: bool = False) -> Iterator[tuple[str, str]]:
+def stream_files(src: str | Path, tgt: str | Path, left_out: Counter | None = None) -> Iterator[tuple[str, str]]:
     """Pair the lines of two files, one at a time. Raises ValueError with both counts if they differ.
 
     :param src: source sentences, one on each line
     :param tgt: their translations, line by line
-    :param skip_bad: read a line that is no text as blank, and warn at the end
+    :param left_out: counts lines that are no text; their pairs are left out
     """
-    sides = [stream_lines(src, skip_bad), stream_lines(tgt, skip_bad)]
+    sides = [stream_lines(src, left_out), stream_lines(tgt, left_out)]
+    end = object()
     n = 0
-    for pair in zip_longest(*sides):
-        if None in pair:
-            counts = [n if line is None else n + 1 + sum(1 for _ in side) for line, side in zip(pair, sides)]
+    for pair in zip_longest(*sides, fillvalue=end):
+        if end in pair:
+            counts = [n if line is end else n + 1 + sum(1 for _ in side) for line, side in zip(pair, sides)]
             raise ValueError(f'{src} has {counts[0]} lines, {tgt} has {counts[1]}')
         n += 1
-        yield pair
+        if None not in pair:
+            yield pair
 
 def as_paths(files: Files | None) -> list[Path]:
     "The files that an option names: none, one or several."
@@ -153,24 +183,29 @@ def file_groups(options: Mapping[str, Files | None]) -> list[tuple[Path, ...]]:
     """
     files = {name: as_paths(value) for name, value in options.items()}
     if len(set(map(len, files.values()))) > 1:
-        counts = ', '.join(f'{name} names {len(paths) or "none"}' for name, paths in files.items())
-        raise ValueError(f'{" and ".join(files)} go together, file by file, but {counts}')
+        counts = ', '.join(f'`{name}` names {len(paths) or "none"}' for name, paths in files.items())
+        first, *others = files
+        raise ValueError(f'{counts}: give one file of `{others[-1]}` for each file of `{first}`')
     return list(zip(*files.values()))
 
 ANKI_SETTING = re.compile(
     '#(separator|html|columns|deck|notetype|tags|if matches|(?:guid|notetype|deck|tags) column):(.*)')
 
-def table_rows(lines: Iterable[str], path: str | Path, skip_bad: bool = False) -> Iterator[tuple[int, list[str]]]:
+def table_rows(
+    lines: Iterable[str], path: str | Path, left_out: Counter | None = None,
+) -> Iterator[tuple[int, list[str]]]:
     """The rows of a table, as Tatoeba and Anki export them. Raises ValueError that names file and line.
 
     :param path: for the error message
-    :param skip_bad: leave out a row of one column, and warn at the end
+    :param left_out: counts rows of one column, which are left out
     :return: (line number, columns)
     """
     settings = {} # an Anki export starts with lines such as '#separator:tab'
     n_rows = 0
     errors = []
     for number, line in enumerate(lines, 1):
+        if line is None: # left out
+            continue
         setting = ANKI_SETTING.fullmatch(line) if n_rows == 0 else None
         if setting:
             settings[setting[1]] = setting[2].lower()
@@ -178,21 +213,21 @@ def table_rows(lines: Iterable[str], path: str | Path, skip_bad: bool = False) -
             n_rows += 1
             try:
                 row = table_row(line, settings, f'{path}, line {number}')
-            except ValueError as error:
-                if not skip_bad:
+            except BadLine as error:
+                if left_out is None:
                     raise
                 errors.append(error)
                 continue
             yield number, row
     if n_rows == 0:
         raise ValueError(f'{path} is empty: it has no rows')
-    warn_of(errors)
+    count_bad_lines(errors, path, number, left_out)
 
 def table_row(line: str, settings: dict[str, str], where: str) -> list[str]:
     "The columns of a row, two or more. Raises ValueError that starts with `where`."
     row = anki_row(line, settings, where) if settings else line.split('\t')
     if len(row) < 2:
-        raise ValueError(f'{where}: one column, but a row is source, tab, target')
+        raise BadLine(f'{where}: one column, but a row is source, tab, target', 'one column')
     return row
 
 def anki_row(line: str, settings: dict[str, str], where: str) -> list[str]:
@@ -200,7 +235,7 @@ def anki_row(line: str, settings: dict[str, str], where: str) -> list[str]:
     try:
         row = next(csv.reader([line], delimiter='\t', strict=True))
     except csv.Error as error:
-        raise ValueError(f'{where}: {error} (a quoted column must end on its line)') from None
+        raise BadLine(f'{where}: {error} (a quoted column must end on its line)', 'quotes') from None
     notes = [value for name, value in settings.items() if name.endswith(' column')]
     row = [column for i, column in enumerate(row, 1) if str(i) not in notes]
     if settings.get('html') == 'true':
@@ -221,15 +256,15 @@ def is_header(row: list[str]) -> bool:
     return set(words) <= HEADER_WORDS
 
 def table_pairs(
-    lines: Iterable[str], path: str | Path, skip_header: bool = False, skip_bad: bool = False,
+    lines: Iterable[str], path: str | Path, skip_header: bool = False, left_out: Counter | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Source and target of each row of a table. Raises ValueError that names file and line.
 
     :param path: for the error message
     :param skip_header: leave out the first row
-    :param skip_bad: leave out a row of one column, and warn at the end
+    :param left_out: counts rows of one column, which are left out
     """
-    rows = table_rows(lines, path, skip_bad)
+    rows = table_rows(lines, path, left_out)
     if skip_header:
         next(rows, None)
     numbered = None
@@ -243,23 +278,25 @@ def table_pairs(
             raise ValueError(f'{path}, line {number}: no numbers before the sentences, as in the rows above')
         yield (row[1], row[3]) if numbered else (row[0], row[1])
 
-def stream_tsv(path: str | Path, skip_header: bool = False, skip_bad: bool = False) -> Iterator[tuple[str, str]]:
+def stream_tsv(
+    path: str | Path, skip_header: bool = False, left_out: Counter | None = None,
+) -> Iterator[tuple[str, str]]:
     """Pairs from a table, one at a time. Raises ValueError that names file and line.
 
     :param path: a UTF-8 table of source, tab, target; further columns are ignored
     :param skip_header: leave out the first row
-    :param skip_bad: leave out lines that are no text, and rows of one column, and warn at the end
+    :param left_out: counts bad lines, which are left out; without it, they are errors
     """
-    yield from table_pairs(stream_lines(path, skip_bad), path, skip_header, skip_bad)
+    yield from table_pairs(stream_lines(path, left_out), path, skip_header, left_out)
 
-def read_tsv(path: str | Path, skip_header: bool = False, skip_bad: bool = False) -> list[tuple[str, str]]:
+def read_tsv(path: str | Path, skip_header: bool = False, left_out: Counter | None = None) -> list[tuple[str, str]]:
     """All pairs of a table. Raises ValueError that names file and line.
 
     :param path: a UTF-8 table of source, tab, target; further columns are ignored
     :param skip_header: leave out the first row
-    :param skip_bad: leave out lines that are no text, and rows of one column, and warn at the end
+    :param left_out: counts bad lines, which are left out; without it, they are errors
     """
-    return list(stream_tsv(path, skip_header, skip_bad))
+    return list(stream_tsv(path, skip_header, left_out))
 
 class SeenTexts:
     "A set of texts that keeps only eight bytes of each: a digest."

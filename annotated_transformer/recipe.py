@@ -89,6 +89,9 @@ def check_settings(config: RunConfig) -> None:
     if config.bpe_dropout and config.tokenizer != 'bpe':
         raise ValueError(f'bpe_dropout needs tokenizer=bpe, not {config.tokenizer}')
     longest = config.model.max_len
+    if longest < 2:
+        raise ValueError(f'max_len={longest} leaves no room for a token before the end of the sentence: '
+                         'choose at least 2')
     if config.training.compile: # such a run pads all batches
         longest = math.ceil(longest / LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     if config.bpe_dropout and config.training.max_tokens < longest:

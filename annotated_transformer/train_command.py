@@ -56,6 +56,7 @@ def changed_settings(config: RunConfig, recipe: str | None = None) -> list[str]:
             continue
         if name in ('corpus', 'pair', *PATH_OPTIONS): # said elsewhere
             continue
+        before = 'none' if before == 'None' else before
         found.append(f'--{name.replace("_", "-")} {after} (default {before})')
     return found
 
@@ -94,6 +95,8 @@ def start_report(
     src_tokens, tgt_tokens = loader.lengths.sum(0).tolist()
     data = (f'{counted(len(loader.lengths), "pair")} with {src_tokens:,} source and {tgt_tokens:,} target tokens '
             f'to train on, {counted(len(corpus["val"]), "pair")} to validate on')
+    if config.corpus.corpus in TEXT_OPTIONS and not (config.corpus.test_tsv or config.corpus.test_src):
+        data += f', {len(corpus["test"]):,} held out to test on'
     left_out = [f'{count:,} {reason}' for reason, count in corpus.dropped.items() if count]
     model = trainer.model
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -277,6 +280,9 @@ class Train(Command):
         'vocab_size': 'largest number of tokens, shared by source and target (section 5.1)',
         'positions': 'how the model knows positions; rotary and alibi are newer than the paper (section 3.5)',
         'peak_lr': "largest learning rate (left out: the paper's, from d_model and the warm-up)",
+        'on_error': 'a line to train on that is no text, or a row without a tab: stop, or skip it and count it '
+                    '(more than a tenth of a file always stops)',
+        'on_disk': 'read the corpus from disk, for tables larger than memory',
         'seed': 'of the weights, the batches and dropout: the same seed gives the same model',
         'val_sentences': 'validation sentences to translate for a BLEU at each validation; 0: none',
         'tokenizer': 'byte pairs, whole words, or the one that comes with --start-from',

@@ -1,4 +1,7 @@
-"The command line as its users meet it: an error is one line with exit code 2, and no file is lost."
+"""The command line as its users meet it: an error is one line with exit code 2, and no file is lost.
+
+A new user tried version 0.1.0 and met thirteen severe or major problems; comments in all test files name the tests of each.
+"""
 import gzip
 import hashlib
 import json
@@ -122,6 +125,7 @@ def test_everyday_options_come_first(capsys):
     assert order == sorted(order)
 
 
+# point 12 of the trial of 0.1.0
 def test_help_shows_the_defaults_that_apply(capsys, tmp_path):
     assert "features of each token's vector (default: 128)" in helped(capsys, 'train')
     assert "features of each token's vector (default: 512)" in helped(capsys, 'train', '--preset', 'base')
@@ -139,6 +143,8 @@ def test_an_unknown_command_and_option_are_named(fails):
     assert "--modle, x (did you mean --model?)" in fails('translate', '--modle', 'x')
     assert '--beam, x (did you mean --beam-size or --beam-patience?)' in fails('translate', '--beam', 'x')
     assert fails('translate', '--zzzz', 'x').endswith('--zzzz, x')
+    for theirs, ours in (('--lr', '--peak-lr'), ('--batch-size', '--max-tokens'), ('--epochs', '--max-epochs')):
+        assert f'did you mean {ours}?' in fails('train', theirs, 1)
     assert '--beam-size x is not a whole number' in fails('translate', '--beam-size', 'x', 'hello')
     assert '--length-penalty x is not a number' in fails('translate', '--length-penalty', 'x', 'hello')
     assert 'missing: RUN' in fails('average')
@@ -155,7 +161,7 @@ def test_messages_name_options_as_they_are_typed():
 @pytest.mark.parametrize('options, words', [
     ('--corpus nope', ["'nope'", 'multi30k']),
     ('--corpus multi30k --pair en-xx', ["'xx'", 'de']),
-    ('--preset nope', ["'nope'", 'tiny', 'base']),
+    ('--preset nope', ['--preset nope', 'tiny', 'base']),
     ('--d-model 0', ['--d-model 0']),
     ('--n-layers -2', ['--n-layers -2']),
     ('--d-model 30 --n-heads 4', ['30', '--n-heads 4']),
@@ -166,6 +172,7 @@ def test_messages_name_options_as_they_are_typed():
     ('--r-drop inf', ['--r-drop inf']),
     ('--corpus files', ['--src FILE', '--tgt FILE']),
     ('--corpus tsv', ['--tsv FILE']),
+    ('--max-len 1', ['--max-len 1', 'at least 2']),
     ('--device nowhere', ['--device nowhere']),
     ('--threads 0', ['--threads 0']),
     ('--corpus multi30k --data-dir no/such/folder', ['no/such/folder']),
@@ -179,7 +186,7 @@ def test_settings_that_cannot_work(fails, tmp_path, options, words):
 
 @pytest.mark.parametrize('options, message', [
     ('--length-penalty 400', '--length-penalty 400'), ('--batch-tokens 0', '--batch-tokens 0'),
-    ('--max-extra-tokens -1', '--max-extra-tokens -1'), ('--beam-patience 0', 'patience'),
+    ('--max-extra-tokens -1', '--max-extra-tokens -1'), ('--beam-patience 0', '--beam-patience 0'),
     ('--buffer-size 0', '--buffer-size 0'), ('--n-best 5', '--n-best 5')])
 def test_search_settings_out_of_range(fails, options, message):
     assert message in fails('translate', 'hello', *options.split())
@@ -230,15 +237,19 @@ def test_a_corpus_is_found_by_its_files(tmp_path):
     assert parse(['train', '--src', str(tmp_path / 'a'), '--tgt', str(tmp_path / 'b')]).run.corpus.corpus == 'files'
 
 
+# point 13 of the trial of 0.1.0
 def test_a_start_brings_sizes_and_languages(trained):
     command = parse(['train', '--start-from', str(trained), '--dropout', '0.25'])
     config = Translator.load(trained).model.config
     assert command.run.model.d_model == config.d_model and command.run.model.dropout == 0.25
     assert command.run.corpus.pair == 'en-de' and type(command.run.model) is type(config)
+    training = command.run.training
+    assert (training.peak_lr, training.warmup_steps, training.save_every) == (1e-3, 100, 100) # not those of a new model
 
 
 # --- train
 
+# point 11 of the trial of 0.1.0
 def test_a_run_explains_itself(tmp_path, run, fails):
     args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'run', *SMALL]
     text = run(*args, '--threads', torch.get_num_threads(), '--device', 'cpu').out
@@ -397,6 +408,7 @@ def test_a_file_becomes_a_file(tmp_path, run, fails):
     assert 'not both' in fails('translate', '--input', source, 'hello')
 
 
+# point 1 of the trial of 0.1.0
 def test_no_file_is_replaced_by_accident(tmp_path, fails, run):
     source, out = tmp_path / 'in.txt', tmp_path / 'out.txt'
     source.write_text('The cat sleeps.\n')
@@ -425,6 +437,7 @@ def interrupt_after(monkeypatch, n, error=KeyboardInterrupt):
     monkeypatch.setattr(Translator, 'translate_n_best', stops)
 
 
+# point 4 of the trial of 0.1.0
 @pytest.mark.parametrize('n_best', [1, 2])
 def test_an_interrupted_translation_continues(tmp_path, monkeypatch, capsys, run, fails, n_best):
     source, out = tmp_path / 'in.txt', tmp_path / 'out.txt'
@@ -525,6 +538,7 @@ def test_lines_of_several_sentences_are_named(monkeypatch, run):
         assert ('1 line of the input (the first is 2) may hold several sentences' in printed.err) == warns
 
 
+# point 9 of the trial of 0.1.0
 def test_a_table_without_its_option_is_recognized(fails):
     assert 'did you mean --tsv pairs.tsv?' in fails('train', 'pairs.tsv')
 
@@ -543,6 +557,71 @@ def test_files_in_two_places_are_refused(fails):
     ('--max-epochs', '0.5', '--max-epochs 0.5 is not a whole number')])
 def test_bad_numbers_are_named(fails, option, value, message):
     assert message in fails('train', option, value)
+
+
+def test_an_empty_name_is_no_file(fails):
+    for args in (('train', '--tsv', ''), ('translate', '--model', '', 'A dog.'), ('train', '--out', '')):
+        assert f'{args[1]} is empty: name a file' in fails(*args)
+
+
+def test_a_blank_sentence_has_no_attention(fails, tmp_path):
+    assert 'the sentence is blank' in fails('attention', ' ', '--output', tmp_path / 'a.html')
+    assert not list(tmp_path.iterdir())
+
+
+def test_configurations_are_json(fails, tmp_path):
+    assert 'a name that ends in .json' in fails('translate', 'A dog.', '--save-config', tmp_path / 'c.yaml')
+    (tmp_path / 'd.yaml').write_text('beam_size: 3\n')
+    assert 'which is JSON, as --save-config writes it' in fails('translate', 'A dog.', '--config', tmp_path / 'd.yaml')
+    assert [path.name for path in tmp_path.iterdir()] == ['d.yaml']
+
+
+def test_an_early_stop_says_that_nothing_is_done(tmp_path, monkeypatch, capsys):
+    (tmp_path / 'in.txt').write_text('The cat sleeps.\n')
+    interrupt_after(monkeypatch, 0)
+    with pytest.raises(SystemExit):
+        main(['translate', '--input', str(tmp_path / 'in.txt'), '--output', str(tmp_path / 'out.txt')])
+    assert 'interrupted; no translation was finished yet' in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ['in.txt']
+
+
+def test_a_stopped_evaluation_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(Translator, 'translate', lambda *args, **options: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        main(['evaluate', '--split', 'val'])
+    assert ended.value.code == 143 and 'annotated-transformer: interrupted' in capsys.readouterr().err
+
+
+def test_a_run_that_still_trains_is_named(trained, fails, tmp_path):
+    shutil.copytree(trained, tmp_path / 'run')
+    for name in ('config.json', 'model.safetensors', 'training.json'):
+        (tmp_path / 'run' / name).unlink()
+    for args in (('translate', '--model', tmp_path / 'run', 'A dog.'), ('train', '--start-from', tmp_path / 'run')):
+        message = fails(*args)
+        assert 'not finished' in message and message.endswith('step-00000020'), message
+    assert 'not a model folder: it does not exist' in fails('train', '--tsv', 'a', '--start-from', tmp_path / 'nowhere')
+    assert 'is not the folder of a run' in fails('average', tmp_path / 'nowhere')
+
+
+def test_report_and_model_card_agree_on_epochs(tmp_path, run):
+    args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'run', *SMALL, '--max-tokens', 200, '--max-steps', 21]
+    n_epochs = re.search(r'trained .*, ([\d.]+) epochs', run(*args).out)[1]
+    assert f'| epochs | {n_epochs} |' in (tmp_path / 'run/README.md').read_text() and '.' in n_epochs
+
+
+def test_skipped_lines_are_listed_by_reason_up_to_a_tenth(tmp_path, run, fails):
+    rows = [f'{src}\t{tgt}'.encode() for src, tgt in PAIRS * 3]
+    table = tmp_path / 'pairs.tsv'
+    table.write_bytes(b'\n'.join([*rows, b'a\0b\tc', 'a café\tein Café'.encode('latin-1'), b'one column', b'\tb']) + b'\n')
+    args = ['train', '--tsv', table, '--out', tmp_path / 'run', *SMALL]
+    assert 'a NUL character' in fails(*args)
+    printed = run(*args, '--on-error', 'skip')
+    assert 'left out    1 blank, 1 NUL character, 1 not UTF-8, 1 one column' in printed.out
+    assert 'left out 2 of 184 lines (NUL character: 1, not UTF-8: 1)' in printed.err
+    table.write_bytes(b'\n'.join(rows + ['ein Café\tun café'.encode('latin-1')] * 40))
+    message = fails('train', '--tsv', table, '--out', tmp_path / 'b', *SMALL, '--on-error', 'skip')
+    assert 'too many bad lines to leave out, 40 of 220 lines (not UTF-8: 40)' in message
+    assert "if this is Windows-1252 or Latin-1, so that it reads 'Café'" in message and not (tmp_path / 'b').exists()
 
 
 def test_a_model_is_not_scored_on_changed_data(tmp_path, run, fails):
@@ -600,6 +679,7 @@ def test_warnings_of_callers_are_left_alone(run):
 
 # --- evaluate
 
+# point 5 of the trial of 0.1.0
 def test_your_own_pairs_are_scored_completely(tmp_path, run, fails):
     table = write_tsv(tmp_path / 'my.tsv', [('The cat sleeps.', 'Die Katze schläft.')] * 30)
     for name, line in (('s', 'The cat sleeps.\n'), ('t', 'Die Katze schläft.\n')):
@@ -706,7 +786,7 @@ def test_several_tables_train_one_model(tmp_path, run, fails):
     assert f'b.tsv is not {moved}' in swapped and f'moved.tsv is not {tables[1]}' in swapped
     run('train', '--config', tmp_path / 'run/run.json', '--save-config', tmp_path / 'settings.json')
     assert json.loads((tmp_path / 'settings.json').read_text())['tsv'] == [str(moved), str(tables[1])]
-    assert 'src names 2, tgt names 1' in fails('train', '--src', 'a', 'b', '--tgt', 'c')
+    assert '--src names 2, --tgt names 1: give one file of --tgt for each file of --src' in fails('train', '--src', 'a', 'b', '--tgt', 'c')
 
 
 # --- serve

@@ -151,15 +151,27 @@ def test_bad_lines_are_left_out_on_request(on_disk, tmp_path):
         found = load_corpus('tsv', tsv=table, on_disk=on_disk, on_error='skip', held_out=1)
         assert sorted([*found['train'], *found['val'], *found['test']]) == sorted(good)
     said = [str(warning.message) for warning in caught]
-    assert any('line 6: one column' in text and text.endswith('bad lines left out: 1') for text in said)
-    assert any('line 7: not UTF-8' in text and text.endswith('bad lines left out: 2') for text in said)
+    assert any('left out 1 of 43 lines (one column: 1). The first is line 6' in text for text in said)
+    assert any('left out 2 of 43 lines (not UTF-8: 1, NUL character: 1). The first is line 7' in text for text in said)
+    assert {reason: n for reason, n in found.dropped.items() if n} == {'one column': 1, 'not UTF-8': 1, 'NUL character': 1}
 
     src, tgt = tmp_path/'x.en', tmp_path/'x.de'
     src.write_bytes(b''.join(pair[0].encode() + b'\n' for pair in good))
     tgt.write_bytes(b''.join(b'\xff\n' if i == 2 else pair[1].encode() + b'\n' for i, pair in enumerate(good)))
-    with pytest.warns(UserWarning, match='x.de, line 3: not UTF-8'):
+    with pytest.warns(UserWarning, match='x.de: left out 1 of 40 lines .* line 3: not UTF-8'):
         found = load_corpus('files', src=src, tgt=tgt, on_disk=on_disk, on_error='skip', held_out=1)
         assert sorted([*found['train'], *found['val'], *found['test']]) == sorted(good[:2] + good[3:])
+    assert {reason: n for reason, n in found.dropped.items() if n} == {'not UTF-8': 1}
+
+@pytest.mark.parametrize('on_disk', [False, True])
+def test_a_file_of_another_encoding_is_not_left_out(on_disk, tmp_path):
+    german = 'Der Bär frißt.\n' * 30 + 'Er geht.\n' * 10
+    src, tgt = write(tmp_path/'x.en', 'It is.\n' * 40), write(tmp_path/'x.de', german.encode('latin-1'))
+    with pytest.raises(ValueError, match="x.de: too many bad lines .* 30 of 40 .*it reads 'Bär', convert"):
+        list(load_corpus('files', src=src, tgt=tgt, on_disk=on_disk, on_error='skip')['train'])
+    write(tgt, '№\n'.encode('cp1251') + b'\x81\x8d\n') # no letters of Windows-1252
+    with pytest.raises(ValueError, match='convert other text to UTF-8'):
+        read_lines(write(tmp_path/'y.de', b'\x81\x8d\n'))
 
 def test_bad_lines_of_a_test_set_are_never_left_out(tmp_path):
     train = write(tmp_path/'train.tsv', 'a\tb\n' * 20)
@@ -205,9 +217,9 @@ def test_missing_files(tmp_path):
     (dict(corpus='multi30k', tsv='a'), 'an option of corpus tsv, not of multi30k'),
     (dict(data_dir='a'), 'an option of corpus multi30k and wmt14'),
     (dict(corpus='tsv'), 'needs tsv'), (dict(corpus='files'), 'needs src and tgt'),
-    (dict(corpus='files', tgt='a'), 'src and tgt go together'),
-    (dict(corpus='files', src='a', tgt='b', val_tgt='c'), 'val_src and val_tgt go together'),
-    (dict(extra_src='a'), 'extra_src and extra_tgt go together'),
+    (dict(corpus='files', tgt='a'), '`src` names none, `tgt` names 1'),
+    (dict(corpus='files', src='a', tgt='b', val_tgt='c'), '`val_src` names none, `val_tgt` names 1'),
+    (dict(extra_src='a'), '`extra_src` names 1, `extra_tgt` names none'),
     (dict(corpus='tsv', test_tsv='a', extra_src='a', extra_tgt='b'), 'the text to train on, which is missing'),
     (dict(max_words=0), 'max_words=0 must be'), (dict(max_ratio=0.9), 'max_ratio=0.9 must be'),
     (dict(on_disk=True), 'an option of corpus files and tsv'), (dict(corpus='files', on_disk=True), 'needs src'),
@@ -359,7 +371,7 @@ def test_blank_pairs_are_neither_trained_on_nor_held_out(tmp_path):
     src, tgt = write(tmp_path/'a.en', 'one\n \nthree\n'), write(tmp_path/'a.de', 'eins\nzwei\n\n')
     val, test = write(tmp_path/'v.en', 'two\n \n'), write(tmp_path/'v.de', 'zwei\nvier\n')
     corpus = load_corpus('files', src=src, tgt=tgt, val_src=val, val_tgt=test, test_src=val, test_tgt=test)
-    with pytest.warns(UserWarning, match=r'a\.en: 2 training pairs with a blank side'):
+    with pytest.warns(UserWarning, match=r'a\.en: left out 2 training pairs with a blank side'):
         assert corpus['train'] == [('one', 'eins')]
     with warnings.catch_warnings():
         warnings.simplefilter('error')
@@ -792,5 +804,5 @@ def test_files_that_do_not_go_together():
     assert CorpusConfig('tsv', tsv=['a', 'b']).tsv == (Path('a'), Path('b'))
     assert CorpusConfig('tsv', tsv=['a']).tsv == Path('a')
     assert CorpusConfig('tsv', tsv=['a', 'b']).files == [Path('a'), Path('b')]
-    with pytest.raises(ValueError, match='src names 2, tgt names 1'):
+    with pytest.raises(ValueError, match='`src` names 2, `tgt` names 1'):
         CorpusConfig('files', src=['a', 'b'], tgt='c')

@@ -109,6 +109,7 @@ def test_the_code_stays_as_it_was(module):
     assert names['f'](3) == 3
 
 
+# point 7 of the trial of 0.1.0
 @pytest.mark.parametrize('name', MODULES)
 def test_every_module_introduces_itself(name):
     module = importlib.import_module(f'annotated_transformer.{name}')
@@ -129,6 +130,7 @@ def exported_functions():
                     yield module[1], name, texts
 
 
+# point 7 of the trial of 0.1.0
 def test_help_explains_every_parameter_that_a_page_explains():
     found = list(exported_functions())
     assert len(found) > 250

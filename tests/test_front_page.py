@@ -2,6 +2,7 @@
 import json
 import re
 import shlex
+import shutil
 import statistics
 from configparser import ConfigParser
 from pathlib import Path
@@ -39,6 +40,27 @@ def test_commands_exist():
     assert {line.split()[1] for line in lines} >= {'train', 'evaluate', 'translate'}
     for line in lines:
         parse(shlex.split(line)[1:])
+
+
+# point 13 of the trial of 0.1.0
+def test_commands_of_the_guide_exist(tmp_path, monkeypatch):
+    from annotated_transformer.cli import parse
+    from annotated_transformer.translator import SHIPPED
+    shutil.copytree(SHIPPED, tmp_path / 'runs/first') # to start from
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / 'nbs/34_your_own_data.ipynb').read_text(encoding='utf-8'))['cells']
+    text = '\n'.join(''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown')
+    shell = ''.join(re.findall(r'^```sh\n(.*?)^```', text, re.M | re.S)).replace('\\\n', ' ')
+    commands = [line for line in shell.splitlines() if line.startswith('annotated-transformer')]
+    assert {line.split()[1] for line in commands} >= {'train', 'evaluate', 'translate', 'average', 'export', 'serve'}
+    for line in commands:
+        parse(shlex.split(line)[1:])
+
+
+# point 9 of the trial of 0.1.0
+def test_your_own_data_is_on_the_front_page():
+    assert any(re.search(r'train --tsv pairs.tsv --pair', block) for block in blocks('sh'))
+    assert '(nbs/34_your_own_data.ipynb)' in README
 
 
 def test_results_are_those_of_the_records():

@@ -281,6 +281,7 @@ def shipped():
     return translator, texts, pad_rows(rows), sources
 
 
+# point 8 of the trial of 0.1.0
 @pytest.mark.parametrize('search', [
     {'beam_size': 1}, {}, {'length_penalty': 1.0, 'length_penalty_offset': 0.0}, {'length_penalty': 0.0},
     {'beam_size': 6, 'patience': 2.0}, {'beam_size': 1, 'max_extra_tokens': 0}], ids=str)

@@ -74,6 +74,7 @@ def test_metadata_asks_for_floors(wheel):
     assert {line for line in lines if line.startswith('Requires-Python')} == {'Requires-Python: >=3.10'}
 
 
+# point 6 of the trial of 0.1.0
 def test_wheel_holds_the_package_alone(wheel):
     with zipfile.ZipFile(wheel) as z:
         names = set(z.namelist())

@@ -57,6 +57,7 @@ def test_data_may_move(table, tmp_path):
     assert stored_settings(out / 'run.json')['corpus']['tsv'] == str(moved)
 
 
+# point 3 of the trial of 0.1.0
 @pytest.mark.parametrize('old, new', [('', 'a cat\teine Katze\n'), ('dog', 'cat')])
 def test_changed_data_is_refused_by_name(table, tmp_path, old, new):
     "Appended data, and data of the same size."
@@ -132,6 +133,7 @@ def test_differences_are_nested():
 
 # --- the lock
 
+# point 2 of the trial of 0.1.0
 def test_two_at_a_time_are_refused(tmp_path):
     with lock_folder(tmp_path):
         with pytest.raises(ValueError, match=f'in use by process {os.getpid()} on '):

@@ -58,6 +58,7 @@ def test_progress_bar_shows_losses_time_left_and_samples(tmp_path, capsys):
         assert text in shown
 
 
+# point 10 of the trial of 0.1.0
 @pytest.mark.parametrize('fraction, seconds, after, expected', [
     (0.0, 0.0, 9.0, None), (0.25, 60.0, 0.0, 180.0), (0.25, 60.0, 45.0, 225.0), (1.0, 240.0, 45.0, 45.0)])
 def test_time_left_includes_what_follows_training(fraction, seconds, after, expected):
