@@ -190,6 +190,8 @@ def test_word_maps_average_rows_and_add_columns():
     assert_close(merged[1, 2, 0, 1], weights[1, 2, :2, 1:3].sum(-1).mean())
     some = word_maps(weights, [0, 0, 1, 2, 2], [0, -1, -1, 1, 1, 2, -1])    # weight on no word is left out
     assert_close(some.sum(-1)[0, 0, 1], 1 - weights[0, 0, 2, [1, 2, 6]].sum())
+    double = word_maps(weights.double(), [0, 0, 1, 2, 2], [0, 1, 1, 2, 2, 2, 3])
+    assert_close(double, merged.double())                                   # any dtype
 
 
 # --- alignment and statistics
