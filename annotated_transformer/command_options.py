@@ -320,7 +320,7 @@ def with_suggestion(
         return message
     flags = [option.flag for option in options.values()]
     likely = [flag for flag in flags if flag.startswith(found[1]) or flag == OTHER_NAMES.get(found[1])][:3]
-    likely = likely or difflib.get_close_matches(found[1], flags, n=1)
+    likely = likely or difflib.get_close_matches(found[1], flags, 1, 0.7)
     return f'{message} (did you mean {" or ".join(likely)}?)' if likely else message
 
 def named_as_typed(message: str, names: Iterable[str]) -> str:

@@ -81,14 +81,14 @@ def require(config, library: str, kinds: Sequence[str], **allowed: tuple) -> Non
     :param kinds: kinds of models that it can represent
     :param allowed: values of a field that it can represent
     """
-    kind = kind_of(config)
-    if kind not in kinds:
-        raise ValueError(f'kind={kind!r}: {library} can only represent the kinds {", ".join(kinds)}. '
-                         'To export a model, train it with --positions sinusoidal')
+    options = ' '.join(f'--{name} {values[0]}' for name, values in allowed.items() if isinstance(values[0], str))
+    advice = f'. To export a model, train it with {options}' if options else ''
+    if kind_of(config) not in kinds:
+        raise ValueError(f'kind={kind_of(config)!r}: {library} can only represent {" and ".join(kinds)}{advice}')
     for name, values in allowed.items():
         value = getattr(config, name)
         if value not in values:
-            raise ValueError(f'{name}={value!r}: {library} can only represent {", ".join(map(repr, values))}')
+            raise ValueError(f'{name}={value!r}: {library} can only represent {", ".join(map(repr, values))}{advice}')
     for name in ('d_k', 'd_v'):
         size = getattr(config, name)
         if size is not None and size * config.n_heads != config.d_model:
