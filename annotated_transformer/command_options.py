@@ -362,7 +362,8 @@ def read_config(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
     values.pop('kind', None)
     unknown = sorted(values.keys() - options.keys())
     if unknown:
-        raise ValueError(f'{path} has options that this command does not have: {", ".join(unknown)}')
+        more = ', ...' if len(unknown) > 5 else ''
+        raise ValueError(f'{path} has options that this command does not have: {", ".join(unknown[:5])}{more}')
     return {name: checked_value(path, options[name], value) for name, value in values.items()}
 
 def checked_value(path: Path, option: Option, value: Any) -> Any:

@@ -47,6 +47,8 @@ def raw_lines(path: str | Path) -> Iterator[bytes]:
         for signature, kind in OTHER_FORMATS.items():
             if start.startswith(signature):
                 raise ValueError(f'{path} is {kind}: save it as UTF-8 text')
+        if start[:64].count(0) > len(start[:64]) / 4:
+            raise ValueError(f'{path} is UTF-16 text: save it as UTF-8 text')
         if not start.startswith(b'\x1f\x8b'):
             yield from file
             return

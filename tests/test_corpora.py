@@ -169,9 +169,10 @@ def test_a_file_of_another_encoding_is_not_left_out(on_disk, tmp_path):
     src, tgt = write(tmp_path/'x.en', 'It is.\n' * 40), write(tmp_path/'x.de', german.encode('latin-1'))
     with pytest.raises(ValueError, match="x.de: too many bad lines .* 30 of 40 .*it reads 'Bär', convert"):
         list(load_corpus('files', src=src, tgt=tgt, on_disk=on_disk, on_error='skip')['train'])
-    write(tgt, '№\n'.encode('cp1251') + b'\x81\x8d\n') # no letters of Windows-1252
     with pytest.raises(ValueError, match='convert other text to UTF-8'):
-        read_lines(write(tmp_path/'y.de', b'\x81\x8d\n'))
+        read_lines(write(tmp_path/'y.de', b'\x81\x8d\n')) # no letters of Windows-1252
+    with pytest.raises(ValueError, match='y.de is UTF-16 text'):
+        read_lines(write(tmp_path/'y.de', german.encode('utf-16-le'))) # without a byte order mark
 
 def test_bad_lines_of_a_test_set_are_never_left_out(tmp_path):
     train = write(tmp_path/'train.tsv', 'a\tb\n' * 20)
