@@ -47,9 +47,10 @@ def raw_lines(path: str | Path) -> Iterator[bytes]:
         for signature, kind in OTHER_FORMATS.items():
             if start.startswith(signature):
                 raise ValueError(f'{path} is {kind}: save it as UTF-8 text')
-        if start[:64].count(0) > len(start[:64]) / 4:
+        is_gzip = start.startswith(b'\x1f\x8b')
+        if not is_gzip and start[:64].count(0) > len(start[:64]) / 4: # without a byte order mark
             raise ValueError(f'{path} is UTF-16 text: save it as UTF-8 text')
-        if not start.startswith(b'\x1f\x8b'):
+        if not is_gzip:
             yield from file
             return
         try:
