@@ -169,8 +169,11 @@ def write_sources():
     (SOURCE / 'site.json').write_text(json.dumps(settings), encoding='utf-8')
 
 
-def slim():
-    "Leave out what no page needs: icons as a script (their fonts are there), the search index outside the search."
+def finish():
+    """Leave out what no page needs: icons as a script (their fonts are there), the search index outside the search.
+
+    Correct what a screen reader would read: folds and the search button are named by their text.
+    """
     icons = r'<script[^>]*/fontawesome\.js[^>]*></script>|<link rel="preload"[^>]*/fontawesome\.js[^>]*>'
     index = r'<script src="[^"]*(?:searchindex|language_data|searchtools)\.js[^>]*></script>\s*'
     for path in HTML.rglob('*.html'):
@@ -178,7 +181,9 @@ def slim():
             path.unlink()
             continue
         text = path.read_text(encoding='utf-8')
-        text = re.sub(icons, '', text)
+        text = re.sub(icons, '', text).replace('<summary aria-label="Toggle hidden content">', '<summary>')
+        text = re.sub(r'(<details[^>]*><summary)(><span)', r'\1 aria-label="Modules"\2', text)
+        text = re.sub(r'(search-button-field[^>]*?) aria-label="Search"', r'\1', text)
         if path.name != 'search.html':
             text = re.sub(index, '', text)
         path.write_text(text, encoding='utf-8')
@@ -199,11 +204,11 @@ def main():
     subprocess.run([sys.executable, '-m', 'sphinx', '-b', 'html', '-q', '-W', '--keep-going', '-c', SITE,
                     '-d', BUILD / 'doctrees', SOURCE, HTML], check=True)
     report('pages made')
-    slim()
+    finish()
     if EXPLAINER.exists():
         make_explainer()
     subprocess.run([sys.executable, '-m', 'pagefind', '--site', HTML, '--quiet', '--root-selector', 'article',
-                    '--exclude-selectors', 'a.headerlink, .prev-next-area, div.exported, p.page-facts'], check=True)
+                    '--exclude-selectors', 'a.headerlink, .prev-next-area, p.page-facts'], check=True)
     (HTML / '.nojekyll').write_text('')
     size = sum(path.stat().st_size for path in HTML.rglob('*') if path.is_file())
     report(f'{len(list(HTML.rglob("*.html")))} pages, {size / 1e6:.1f} MB in {HTML.relative_to(ROOT)}')

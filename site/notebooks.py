@@ -142,7 +142,8 @@ def export_label(source, module):
     address = f"api/{module}.html#{CFG['lib_name']}.{module}"
     links = ' '.join(f'<a id="def-{name}" href="{address}.{name}">{name}</a>' for name in names)
     label = f'<span>{CFG["lib_name"]}.{module}</span>'
-    return new_markdown_cell(f'```{{raw}} html\n<div class="exported">{label}{links}</div>\n```')
+    text = f'<div class="exported" data-pagefind-weight="8">{label}{links}</div>'
+    return new_markdown_cell(f'```{{raw}} html\n{text}\n```')
 
 
 def reading_minutes(cells):

@@ -13,7 +13,7 @@ addEventListener('DOMContentLoaded', () => {
       {src: place + 'pagefind-ui.js', onload: done, onerror: failed})))
     dialog.append(Object.assign(document.createElement('div'), {id: 'find'}))
     new PagefindUI({element: '#find', bundlePath: place.href, showSubResults: true, showImages: false, resetStyles: false,
-      excerptLength: 18, autofocus: true, translations: {placeholder: 'Search the pages and the reference'}})
+      pageSize: 10, excerptLength: 18, autofocus: true, translations: {placeholder: 'Search the pages and the reference'}})
     dialog.querySelector('form')?.setAttribute('hidden', '')
   }
   new MutationObserver(() => {
