@@ -3,13 +3,15 @@
 """Attention: compute attention with a pencil, then write it, with masks and heads, in PyTorch that reads like
 equation 1."""
 
-__all__ = ['padding_mask', 'causal_mask', 'attention', 'MultiHeadAttention']
+__all__ = ['Mask', 'padding_mask', 'causal_mask', 'attention', 'MultiHeadAttention']
 
 import math
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+
+Mask = Bool[Tensor, "#m n"] | Bool[Tensor, "#batch #heads #m n"] # True where a query may attend
 
 def padding_mask(ids: Int[Tensor, "batch n"], pad: int) -> Bool[Tensor, "batch 1 1 n"]:
     """True at real tokens, False at padding, for all heads and queries.
@@ -48,17 +50,15 @@ def attention(
     return weights @ value, weights
 
 class MultiHeadAttention(nn.Module):
-    """Multi-head attention (3.2.2). Raises ValueError for sizes below 1 or that divide unevenly.
+    """Multi-head attention (3.2.2). Raises ValueError if d_model is not divisible by n_heads.
 
     :param d_model: features of inputs and outputs
     :param n_heads: number of heads, h in the paper
-    :param d_k: features of a head's queries and keys (default: d_model / n_heads)
-    :param d_v: features of a head's values (default: d_model / n_heads)
+    :param d_k: features of a query or key (default: d_model / n_heads)
+    :param d_v: features of a value (same default; Table 3 varies both)
     """
     def __init__(self, d_model: int, n_heads: int, d_k: int | None = None, d_v: int | None = None):
         super().__init__()
-        if n_heads < 1:
-            raise ValueError(f'n_heads={n_heads} must be at least 1')
         if (d_k is None or d_v is None) and d_model % n_heads != 0:
             raise ValueError(f'd_model={d_model} is not divisible by n_heads={n_heads}: '
                              'choose sizes that divide evenly, or set d_k and d_v')
@@ -66,8 +66,6 @@ class MultiHeadAttention(nn.Module):
             d_k = d_model // n_heads
         if d_v is None:
             d_v = d_model // n_heads
-        if min(d_k, d_v) < 1:
-            raise ValueError(f'd_k={d_k} and d_v={d_v} must be at least 1')
         self.n_heads = n_heads
         self.attention_fn = attention # later pages replace it, to run faster or to record weights
         self.q_proj = nn.Linear(d_model, n_heads * d_k)
@@ -85,8 +83,7 @@ class MultiHeadAttention(nn.Module):
 
     def forward(
         self, query: Float[Tensor, "batch m d_model"], key: Float[Tensor, "batch n d_model"],
-        value: Float[Tensor, "batch n d_model"],
-        mask: Bool[Tensor, "#m n"] | Bool[Tensor, "#batch #heads #m n"] | None = None,
+        value: Float[Tensor, "batch n d_model"], mask: Mask | None = None,
     ) -> Float[Tensor, "batch m d_model"]:
         """Project, split into heads, attend, concatenate, project.
 

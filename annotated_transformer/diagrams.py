@@ -32,7 +32,7 @@ def attention() -> None:
     matrix(ax, 5.25, y, attended, 'weights', '(m, n)')
     matrix(ax, 6.25, y, values, 'value', '(n, d_v)')
     matrix(ax, 7.05, y, rows(GREEN, 2), 'output', '(m, d_v)')
-    for x, sign in [(0.79, '×'), (2.2, '÷ √d_k'), (2.69, '='), (5.92, '×'), (6.63, '=')]:
+    for x, sign in [(0.79, '×'), (2.2, '÷ √dₖ'), (2.69, '='), (5.92, '×'), (6.63, '=')]:
         label(ax, x, y, sign, 12)
     arrow(ax, (3.95, y), (4.66, y))
     label(ax, 4.28, y + 0.16, 'mask', 9)
