@@ -4,7 +4,7 @@
 stacks."""
 
 __all__ = ['Norm', 'Source', 'Target', 'SourceMask', 'TargetMask', 'FeedForward', 'Residual', 'EncoderLayer', 'DecoderLayer',
-           'Stack', 'Encoder', 'Decoder']
+           'Encoder', 'Decoder']
 
 from collections.abc import Callable
 from typing import Literal
@@ -17,8 +17,8 @@ from .attention import MultiHeadAttention
 Norm = Literal['post', 'pre']                   # placement of the norms: see `Residual`
 Source = Float[Tensor, "batch n d_model"]       # one vector for each source position
 Target = Float[Tensor, "batch m d_model"]       # one vector for each target position
-SourceMask = Bool[Tensor, "#batch #heads #m n"] # True where a query may attend to a source position
-TargetMask = Bool[Tensor, "#m m"] | Bool[Tensor, "#batch #heads #m m"] # the same in the target
+SourceMask = Bool[Tensor, "#batch #heads #queries n"] # True where a query may attend to the source
+TargetMask = Bool[Tensor, "#m m"] | Bool[Tensor, "#batch #heads #m m"] # the same for the target
 
 class FeedForward(nn.Module):
     """Position-wise feed-forward network (section 3.3, equation 2): max(0, x W1 + b1) W2 + b2.
@@ -39,7 +39,7 @@ class Residual(nn.Module):
     """Residual connection, dropout, layer norm (3.1, 5.4). Raises ValueError if `norm` is unknown.
 
     :param d_model: features of each position
-    :param dropout: probability of dropping a feature of the sublayer's output
+    :param dropout: probability of zeroing a feature of the sublayer's output
     :param norm: norm(x + sublayer(x)), the paper's; 'pre': x + sublayer(norm(x))
     """
     def __init__(self, d_model: int, dropout: float, norm: Norm = 'post'):
@@ -52,7 +52,7 @@ class Residual(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch n d_model"],
                 sublayer: Callable[[Tensor], Tensor]) -> Float[Tensor, "batch n d_model"]:
-        "Add the output of `sublayer`, which keeps the shape of its input, and normalize."
+        "Add the sublayer's output to `x`; normalize after the addition, or before the sublayer."
         if self.placement == 'pre':
             return x + self.dropout(sublayer(self.norm(x)))
         return self.norm(x + self.dropout(sublayer(x)))
@@ -79,7 +79,7 @@ class EncoderLayer(nn.Module):
         self.residual2 = Residual(d_model, dropout, norm)
 
     def forward(self, x: Source, src_mask: SourceMask | None = None) -> Source:
-        "Return new vectors for the source positions."
+        "Return the updated source vectors."
         x = self.residual1(x, lambda y: self.self_attention(y, y, y, src_mask))
         return self.residual2(x, self.feed_forward)
 
@@ -97,24 +97,20 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Target, encoder_output: Source, tgt_mask: TargetMask | None = None,
                 src_mask: SourceMask | None = None) -> Target:
-        "Return new target vectors. Without a causal `tgt_mask`, they depend on later positions."
+        "Return the updated target vectors. `tgt_mask` should be causal."
         x = self.residual1(x, lambda y: self.self_attention(y, y, y, tgt_mask))
         x = self.residual2(
             x, lambda y: self.cross_attention(y, encoder_output, encoder_output, src_mask))
         return self.residual3(x, self.feed_forward)
 
-class Stack(nn.Module):
-    "`n_layers` layers; pre-norm adds a final layer norm. Other arguments as in `EncoderLayer`."
+class Encoder(nn.Module):
+    "Encoder layers; pre-norm adds a final layer norm. Other arguments as in `EncoderLayer`."
     def __init__(self, n_layers: int, d_model: int, n_heads: int, d_ff: int, dropout: float,
                  norm: Norm = 'post', d_k: int | None = None, d_v: int | None = None):
         super().__init__()
-        sizes = (d_model, n_heads, d_ff, dropout, norm, d_k, d_v)
-        self.layers = nn.ModuleList(self.layer_class(*sizes) for _ in range(n_layers))
+        self.layers = nn.ModuleList(
+            EncoderLayer(d_model, n_heads, d_ff, dropout, norm, d_k, d_v) for _ in range(n_layers))
         self.norm = nn.LayerNorm(d_model) if norm == 'pre' else nn.Identity()
-
-class Encoder(Stack):
-    "Encoder layers, one after another. Arguments as in `Stack`."
-    layer_class = EncoderLayer
 
     def forward(self, x: Source, src_mask: SourceMask | None = None) -> Source:
         "Return the encoder's output, given the embedded source."
@@ -122,9 +118,14 @@ class Encoder(Stack):
             x = layer(x, src_mask)
         return self.norm(x)
 
-class Decoder(Stack):
-    "Decoder layers, one after another. Arguments as in `Stack`."
-    layer_class = DecoderLayer
+class Decoder(nn.Module):
+    "Decoder layers; pre-norm adds a final layer norm. Other arguments as in `EncoderLayer`."
+    def __init__(self, n_layers: int, d_model: int, n_heads: int, d_ff: int, dropout: float,
+                 norm: Norm = 'post', d_k: int | None = None, d_v: int | None = None):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            DecoderLayer(d_model, n_heads, d_ff, dropout, norm, d_k, d_v) for _ in range(n_layers))
+        self.norm = nn.LayerNorm(d_model) if norm == 'pre' else nn.Identity()
 
     def forward(self, x: Target, encoder_output: Source, tgt_mask: TargetMask | None = None,
                 src_mask: SourceMask | None = None) -> Target:
