@@ -2,8 +2,8 @@
 
 """Commands: evaluate, translate, and look inside: one dataclass for each command."""
 
-__all__ = ['SEARCH', 'NAMES', 'TEXTS', 'own_decoding', 'load', 'check_own_data', 'own_corpus', 'Evaluate', 'check_lines',
-           'search_settings', 'warn_of_paragraphs', 'Translate', 'Attention']
+__all__ = ['SEARCH', 'NAMES', 'TEXTS', 'own_decoding', 'EngineOptions', 'load', 'check_own_data', 'own_corpus', 'Evaluate',
+           'check_lines', 'search_settings', 'warn_of_paragraphs', 'Translate', 'Attention']
 
 import json
 import re
@@ -21,6 +21,7 @@ import tyro
 from .checkpoints import training_record
 from .command_options import Command, Common, Option
 from .corpora import CORPORA, TEXT_OPTIONS, CorpusConfig, load_corpus
+from .engines import ComputeType, EngineName
 from .files import checksum, read_json
 from .inference import DecodingConfig
 from .line_translation import (
@@ -52,9 +53,19 @@ def own_decoding(model: str | Path | None) -> dict[str, Any]:
     settings = asdict(decoding_config(read_json(path, {}), path))
     return {NAMES.get(name, name): value for name, value in settings.items()}
 
-def load(model: Path | None, common: Common) -> Translator:
-    "Load a model folder, or the bundled toy model, on the device of the options."
-    return Translator.load(model or SHIPPED, chosen_device(common))
+@dataclass(frozen=True)
+class EngineOptions:
+    """What translates.
+
+    :param engine: what translates; auto: ctranslate2 if it is installed and can, else pytorch
+    :param compute_type: numbers of ctranslate2; int8: smaller, and often faster
+    """
+    engine: EngineName = 'auto'
+    compute_type: ComputeType = 'float32'
+
+def load(model: Path | None, common: Common, engine: EngineOptions = EngineOptions('pytorch')) -> Translator:
+    "Load a model folder, or the bundled toy model, as the options say."
+    return Translator.load(model or SHIPPED, chosen_device(common), engine.engine, engine.compute_type)
 
 def check_own_data(model: Path | None, corpus: CorpusConfig) -> None:
     "Raise ValueError if the data of a run has changed: pairs that are held out now may have been trained on."
@@ -117,13 +128,14 @@ class Evaluate(Command):
     pair: str | None = None
     data_dir: Path | None = None
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    engine: EngineOptions = field(default_factory=EngineOptions)
     common: Common = field(default_factory=Common)
 
     NAMES = NAMES
     TEXTS = TEXTS
     GROUPS = {
         '': ('', ('model', 'tsv', 'skip_header', 'src', 'tgt', 'corpus', 'split', 'beam_size', 'output', 'overwrite',
-                  'json', 'plot', 'device', 'threads', 'config', 'save_config')),
+                  'json', 'plot', 'engine', 'compute_type', 'device', 'threads', 'config', 'save_config')),
         'comparison': ('', ('translations', 'references', 'against', 'tokenized_references', 'samples')),
         'corpus': ('', ('pair', 'data_dir')),
         'search': SEARCH,
@@ -219,7 +231,7 @@ class Evaluate(Command):
 
     def model_translations(self, others: dict[Path, list[str]]):
         "Translate with the model, and measure its perplexity on the references and its speed."
-        translator = load(self.model, self.common)
+        translator = load(self.model, self.common, self.engine)
         langs = tuple(translator.tokenizer.langs)
         config, split, name = self.test_set(langs)
         corpus = load_corpus(config)
@@ -231,7 +243,7 @@ class Evaluate(Command):
         check_lines(others, len(references))
         if not self.json:
             print(f'Translating {counted(len(pairs), "sentence")} of {name} from {langs[0]} to {langs[1]} '
-                  f'on {translator.device}', file=sys.stderr)
+                  f'on {translator.device} with {translator.engine.name}', file=sys.stderr)
         start = time.monotonic()
         translations = translator.translate(sources, progress_bar=not self.json, **search_settings(self.decoding))
         seconds = time.monotonic() - start
@@ -296,13 +308,14 @@ class Translate(Command):
     batch_tokens: int = 4096
     buffer_size: int = 512
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    engine: EngineOptions = field(default_factory=EngineOptions)
     common: Common = field(default_factory=Common)
 
     NAMES = NAMES
     TEXTS = TEXTS | {'n_best': 'translations of each sentence; more than one: each line has a number, a score, a text'}
     GROUPS = {
-        '': ('', ('text', 'model', 'input', 'output', 'overwrite', 'split_sentences', 'beam_size', 'n_best', 'device',
-                  'threads', 'config', 'save_config')),
+        '': ('', ('text', 'model', 'input', 'output', 'overwrite', 'split_sentences', 'beam_size', 'n_best', 'engine',
+                  'compute_type', 'device', 'threads', 'config', 'save_config')),
         'search': SEARCH,
         'expert': ('', ('prefix', 'on_error', 'batch_tokens', 'buffer_size')),
     }
@@ -321,7 +334,7 @@ class Translate(Command):
         if self.output:
             check_output(self.output, filter(None, [self.input]), self.overwrite)
         output = self.open_output()
-        translator = load(self.model, self.common)
+        translator = load(self.model, self.common, self.engine)
         lines, total = self.lines(translator)
         with output as file:
             lines = skip_done(lines, file.n_done)
@@ -362,7 +375,8 @@ class Translate(Command):
         settings = None
         if self.input and self.input.is_file():
             settings = {'input': checksum(self.input), 'model': checksum((self.model or SHIPPED) / 'model.safetensors'),
-                        'search': asdict(self.decoding), 'prefix': self.prefix, 'split_sentences': self.split_sentences}
+                        'search': asdict(self.decoding), 'engine': asdict(self.engine), 'prefix': self.prefix,
+                        'split_sentences': self.split_sentences}
         lock = self.output.with_name(self.output.name + '.partial.lock')
         with lock_file(lock, str(self.output), 'wait until it ends, or choose another file'):
             file = PartialOutput(self.output, settings, self.overwrite, self.decoding.n_best > 1)

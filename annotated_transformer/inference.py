@@ -33,18 +33,19 @@ class KeyValueCache:
     """
     def __init__(self, n_rows: int, n_heads: Sequence[int], d_k: int, d_v: int, like: Tensor):
         total = sum(n_heads)    # the heads of all layers lie side by side
-        self.keys = like.new_empty(n_rows, total, 16, d_k)   # room for 16 positions
-        self.values = like.new_empty(n_rows, total, 16, d_v)
-        self.length = 0         # positions in use
+        self.keys = like.new_empty(n_rows, total, 0, d_k)
+        self.values = like.new_empty(n_rows, total, 0, d_v)
         self.heads = [slice(end - n, end) for n, end in zip(n_heads, accumulate(n_heads))]
 
+    @property
+    def length(self) -> int:
+        "Number of positions."
+        return self.keys.size(2)
+
     def add_position(self) -> None:
-        "Make room for one more position; full buffers double."
-        capacity = self.keys.size(2)
-        if self.length == capacity:
-            self.keys = F.pad(self.keys, (0, 0, 0, capacity))
-            self.values = F.pad(self.values, (0, 0, 0, capacity))
-        self.length += 1
+        "Make room for one more position."
+        self.keys = F.pad(self.keys, (0, 0, 0, 1))
+        self.values = F.pad(self.values, (0, 0, 0, 1))
 
     def update(
         self,
@@ -53,8 +54,8 @@ class KeyValueCache:
         value: Float[Tensor, "rows heads 1 d_v"],
     ) -> tuple[Float[Tensor, "rows heads t d_k"], Float[Tensor, "rows heads t d_v"]]:
         "Store a layer's newest key and value; return its keys and values of all positions."
-        keys = self.keys[:, self.heads[layer], :self.length]
-        values = self.values[:, self.heads[layer], :self.length]
+        keys = self.keys[:, self.heads[layer]]
+        values = self.values[:, self.heads[layer]]
         keys[:, :, -1:] = key
         values[:, :, -1:] = value
         return keys, values

@@ -6,12 +6,11 @@ in, and check that the tokens stay the same."""
 __all__ = ['TORCH_NAMES', 'CTRANSLATE2_NAMES', 'OTHER_SEARCH', 'require', 'check_new', 'read_model_folder', 'torch_pairs',
            'to_torch_transformer', 'torch_settings', 'from_torch_transformer', 'read_generation', 'import_marian',
            'marian_generation', 'export_marian', 'ctranslate2_library', 'fill_slot', 'find_slot', 'fill_stack',
-           'ctranslate2_spec', 'export_ctranslate2', 'CTranslate2Translator', 'best_hypothesis']
+           'require_ctranslate2', 'ctranslate2_spec', 'export_ctranslate2']
 
-import json
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import safetensors.torch
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoints import kind_of, load_model, save_model, training_record
-from .decoding import normalized_score
 from .files import atomic_folder, atomic_write, read_json, to_json
 from .inference import DecodingConfig
 from .layers import Decoder, Encoder
@@ -27,7 +25,7 @@ from .marian import (
     ACTIVATIONS, MARIAN_IDS, OWN_TOKENIZER, marian_config, marian_model, marian_weights, read_marian_config,
     read_marian_tokenizer, read_marian_weights, transformers_tokenizer)
 from .transformer import Transformer, TransformerConfig
-from .vocabulary import BOS, EOS, PAD, SPECIALS, UNK, UNKNOWN, Tokenizer, load_tokenizer
+from .vocabulary import BOS, EOS, PAD, SPECIALS, UNK, Tokenizer, load_tokenizer
 
 TORCH_NAMES = { # parts of a layer of torch.nn.Transformer: our parts, stacked
     'encoder': {
@@ -315,12 +313,16 @@ def fill_stack(spec, names: dict, stack: nn.Module, positions: nn.Module, c: Tra
         for path, parts in names.items():
             fill_slot(find_slot(layer_spec, path), [layer.get_submodule(part) for part in parts])
 
+def require_ctranslate2(config) -> None:
+    "Raise ValueError that names a setting which CTranslate2 cannot represent."
+    require(config, 'CTranslate2', ('transformer', 'marian', 'relative'),
+            positions=('sinusoidal', 'learned', 'none', 'rotary'))
+
 def ctranslate2_spec(model: nn.Module, tokenizer: Tokenizer):
     "Return a model as a `ctranslate2.specs.TransformerSpec`. Raises ValueError for what that cannot represent."
     library = ctranslate2_library()
     c = model.config
-    require(c, 'CTranslate2', ('transformer', 'marian', 'relative'),
-            positions=('sinusoidal', 'learned', 'none', 'rotary'))
+    require_ctranslate2(c)
     rotary_dim = c.d_model // c.n_heads if c.positions == 'rotary' else None
     activation = getattr(library.specs.Activation, getattr(c, 'activation', 'relu').upper())
     settings = dict(num_layers=c.n_layers, num_heads=c.n_heads, pre_norm=c.norm == 'pre', activation=activation,
@@ -355,7 +357,7 @@ def export_ctranslate2(model_folder: str | Path, folder: str | Path, quantizatio
     :param model_folder: of kind transformer, marian, or relative with rotary positions
     :param folder: folder to write; must not exist yet
     :param quantization: 'int8', 'float16', 'int8_float16', ...; None: float32
-    :return: `folder`, which `ctranslate2.Translator` and `CTranslate2Translator` read
+    :return: `folder`, which `ctranslate2.Translator` reads
     """
     known = ctranslate2_library().specs.model_spec.ACCEPTED_MODEL_TYPES
     if quantization is not None and quantization not in known:
@@ -371,80 +373,3 @@ def export_ctranslate2(model_folder: str | Path, folder: str | Path, quantizatio
         tokenizer.save(partial / 'tokenizer.json')
         atomic_write(partial / 'settings.json', to_json(settings))
     return folder
-
-class CTranslate2Translator:
-    """Translate text with a folder of `export_ctranslate2`. Raises ImportError, FileNotFoundError or ValueError.
-
-    :param device: or 'cuda', 'auto'
-    :param options: of `ctranslate2.Translator`: compute_type, inter_threads, intra_threads
-    """
-    def __init__(self, folder: str | Path, device: str = 'cpu', **options):
-        library = ctranslate2_library()
-        folder = Path(folder)
-        for name in ('config.json', 'model.bin', 'shared_vocabulary.json', 'settings.json', 'tokenizer.json'):
-            if not (folder / name).is_file():
-                raise FileNotFoundError(f'{folder} is not a folder of export_ctranslate2: it has no {name}')
-        settings = read_json(folder / 'settings.json')
-        self.tokenizer = load_tokenizer(folder / 'tokenizer.json')
-        try:
-            self.max_len = int(settings['max_len'])
-            self.decoding = DecodingConfig(**settings['decoding'])
-            vocabulary = json.loads((folder / 'shared_vocabulary.json').read_bytes())
-            self.translator = library.Translator(str(folder), device=device, **options)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f'{folder} cannot be loaded: {str(error).splitlines()[0]}') from None
-        if vocabulary != self.tokenizer.tokens(range(len(self.tokenizer))):
-            raise ValueError(f'{folder}/tokenizer.json does not fit shared_vocabulary.json')
-
-    def search(self, sources: Sequence[Sequence[str]], **changes) -> list[list[str]]:
-        """Return the best hypothesis of each sentence. The other sentences of the call do not change it.
-
-        :param sources: tokens of each sentence, without EOS
-        :param changes: fields of DecodingConfig to replace; no patience means 1
-        :return: tokens of each translation, without EOS
-        """
-        config = replace(self.decoding, **changes)
-        limits = [min(len(tokens) + 1 + config.max_extra_tokens, self.max_len) for tokens in sources]
-        found = self.hypotheses(sources, max(limits, default=1), config)
-        best = []
-        for tokens, limit, hypotheses in zip(sources, limits, found):
-            if any(len(hypothesis) > limit for hypothesis, _ in hypotheses):
-                hypotheses = self.hypotheses([tokens], limit, config)[0] # alone, with its own limit
-            best.append(best_hypothesis(hypotheses, config))
-        return best
-
-    def hypotheses(self, sources, max_length: int, config: DecodingConfig) -> list[list[tuple[list[str], float]]]:
-        "Return hypotheses of each sentence, EOS included, and their log-probabilities divided by their lengths."
-        patience = 1.0 if config.patience is None else config.patience
-        found = self.translator.translate_batch(
-            [list(tokens) for tokens in sources], beam_size=config.beam_size, patience=patience, length_penalty=1.0,
-            num_hypotheses=max(1, min(config.beam_size, round(patience * config.beam_size))),
-            min_decoding_length=config.min_length, no_repeat_ngram_size=config.no_repeat_ngram_size,
-            max_decoding_length=max_length, max_input_length=0, max_batch_size=4096, batch_type='tokens',
-            return_scores=True, return_end_token=True)
-        return [list(zip(translation.hypotheses, translation.scores)) for translation in found]
-
-    def translate(self, text: str | Sequence[str], **changes) -> str | list[str]:
-        """Translate one sentence or many. An empty sentence stays empty; one that is too long is truncated.
-
-        :param text: one sentence, or many
-        :param changes: fields of DecodingConfig to replace, such as beam_size=1
-        """
-        if isinstance(text, str):
-            return self.translate([text], **changes)[0]
-        rows = self.tokenizer.encode_batch(text, self.tokenizer.langs[0])
-        sources = [self.tokenizer.tokens(row[:self.max_len - 1]) for row in rows]
-        found = iter(self.search([tokens for tokens in sources if tokens], **changes))
-        translations = [next(found) if tokens else [] for tokens in sources]
-        return [self.tokenizer.join([UNKNOWN if token == SPECIALS[UNK] else token for token in tokens])
-                for tokens in translations]
-
-def best_hypothesis(hypotheses: list[tuple[list[str], float]], config: DecodingConfig) -> list[str]:
-    "Return the tokens of the best hypothesis by our length penalty, without EOS. Those cut off at the limit come last."
-    def rank(hypothesis):
-        tokens, mean_log_prob = hypothesis
-        length = len(tokens)
-        score = normalized_score(mean_log_prob * length, length, config.length_penalty, config.length_penalty_offset)
-        return tokens[-1:] == [SPECIALS[EOS]], score
-    tokens, _ = max(hypotheses, key=rank)
-    return [token for token in tokens if token != SPECIALS[EOS]]

@@ -12,7 +12,7 @@ import tyro
 
 from .checkpoints import Progress, average_checkpoints, best_steps, list_checkpoints, read_log
 from .command_options import Command, Common
-from .commands import load
+from .commands import EngineOptions, load
 from .files import read_json
 from .hub import write_model_card
 from .server import ServerConfig, serve
@@ -117,6 +117,7 @@ class Serve(Command):
     """
     model: Path | None = None
     server: ServerConfig = field(default_factory=ServerConfig)
+    engine: EngineOptions = field(default_factory=EngineOptions)
     common: Common = field(default_factory=Common)
 
     TEXTS = {
@@ -127,14 +128,15 @@ class Serve(Command):
         'timeout': 'seconds for one request; one that takes longer gets status 408 or 504',
     }
     GROUPS = {
-        '': ('', ('model', 'host', 'port', 'api_key', 'device', 'threads', 'config', 'save_config')),
+        '': ('', ('model', 'host', 'port', 'api_key', 'engine', 'compute_type', 'device', 'threads',
+                 'config', 'save_config')),
         'limit': ('', ('max_batch', 'max_wait', 'max_waiting', 'max_sentences', 'max_bytes', 'timeout',
                       'max_attention')),
     }
     REST = 'limit'
 
     def __call__(self) -> None:
-        translator = load(self.model, self.common)
+        translator = load(self.model, self.common, self.engine)
         source, target = translator.tokenizer.langs
         serve(translator, self.server, lambda address: print(
             f'Translating {source} to {target} at {address}. Ctrl-C ends.', flush=True))

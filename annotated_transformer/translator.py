@@ -21,12 +21,12 @@ from torch import nn
 from tqdm.auto import tqdm
 from typing_extensions import Unpack
 
-from . import inference
 from .attention_maps import AttentionMaps, attention_maps
 from .batches import pad_rows
 from .checkpoints import load_model, save_model
 from .decoding import score_translations
 from .distributed import usable_device
+from .engines import CTranslate2Engine, PyTorchEngine, choose_engine
 from .files import atomic_write, read_json, to_json
 from .hub import download_folder, upload_folder, write_model_card
 from .inference import DecodingConfig
@@ -71,6 +71,7 @@ class TextModel:
             raise ValueError(f'the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}: '
                              'use the tokenizer that the model was trained with')
         self.model = model.eval()
+        self.engine = PyTorchEngine(model)
         self.tokenizer = tokenizer
         self.training = training or {}
 
@@ -166,8 +167,8 @@ def translate_rows(
     results = [[Translation('', math.nan, math.nan)] for _ in rows]
     bar.update(sum(row == [EOS] for row in rows)) # empty sentences are in no group
     for group in length_groups(rows, batch_tokens // config.beam_size):
-        src = pad_rows([rows[i] for i in group]).to(translator.device)
-        found = inference.beam_search(translator.model, src, config, [prefix_ids[i] for i in group])
+        group_rows = [rows[i] for i in group]
+        found = translator.engine.beam_search(group_rows, config, [prefix_ids[i] for i in group])
         for i, hypotheses in zip(group, found):
             texts = [decoded(translator.tokenizer, h.ids, prefixes[i], prefix_ids[i]) for h in hypotheses]
             results[i] = [Translation(text, h.normalized_score, h.log_prob) for text, h in zip(texts, hypotheses)]
@@ -227,18 +228,14 @@ class ScoringModel(TextModel):
         require_numbers(temperature=temperature, top_k=top_k, top_p=top_p, batch_tokens=batch_tokens, seed=seed or 0)
         if isinstance(text, str):
             return self.sample([text], temperature, top_k, top_p, seed, batch_tokens)[0]
-        generator = torch.Generator(self.device)
-        generator.seed() # a new one in each call
-        if seed is not None:
-            generator.manual_seed(seed)
+        generator = self.engine.generator(seed) # a new one in each call
         max_extra_tokens = self.decoding.max_extra_tokens
         rows = self.encode(text)
         results = [''] * len(text)
         for group in length_groups(rows, batch_tokens):
-            src = pad_rows([rows[i] for i in group]).to(self.device)
-            found = inference.sample(self.model, src, temperature, top_k, top_p, generator, max_extra_tokens)
-            for i, hypothesis in zip(group, found):
-                results[i] = self.tokenizer.decode(hypothesis.ids)
+            found = self.engine.sample([rows[i] for i in group], temperature, top_k, top_p, generator, max_extra_tokens)
+            for i, ids in zip(group, found):
+                results[i] = self.tokenizer.decode(ids)
         return results
 
     @overload
@@ -310,27 +307,32 @@ class Translator(ScoringModel):
     @classmethod
     def load(
         cls: type[AnyTranslator], folder: str | Path = SHIPPED, device: str | torch.device | None = None,
+        engine: str = 'pytorch', compute_type: str = 'float32',
     ) -> AnyTranslator:
         """Load a model folder. Raises FileNotFoundError or ValueError that names the file at fault.
 
         :param folder: a model folder; default: the toy English-German model of the package
         :param device: 'cpu', 'cuda', ...; default: a GPU if there is one
+        :param engine: what decodes: 'pytorch', 'ctranslate2'; 'auto': CTranslate2 where that is possible
+        :param compute_type: of CTranslate2: 'int8', ...
         """
-        return cls(*load_parts(Path(folder), device))
+        translator = cls(*load_parts(Path(folder), device))
+        translator.engine = choose_engine(folder, translator.model, translator.tokenizer, engine, compute_type)
+        return translator
 
     @classmethod
     def from_pretrained(
         cls: type[AnyTranslator], name: str | Path, revision: str | None = None,
-        device: str | torch.device | None = None,
+        device: str | torch.device | None = None, engine: str = 'pytorch', compute_type: str = 'float32',
     ) -> AnyTranslator:
         """Load a folder, or download it into the Hub's cache. Raises OSError, ImportError, or what `load` raises.
 
         :param name: a model folder, or a model's name on the Hugging Face Hub
         :param revision: branch, tag or commit on the Hub; default: the newest
-        :param device: as for `load`
+        :param device: as for `load`, like the next two
         """
         folder = name if Path(name).is_dir() else download_folder(str(name), FILES, revision)
-        return cls.load(folder, device)
+        return cls.load(folder, device, engine, compute_type)
 
     @overload
     def translate(self, text: str | bytes, **settings: Unpack[TranslateSettings]) -> str: ...
@@ -426,6 +428,8 @@ class Translator(ScoringModel):
         :param translation: what the decoder reads; default: the model's own translation
         """
         require(text, str)
+        if isinstance(self.engine, CTranslate2Engine):
+            self.engine.fall_back('attention maps')
         if translation is None:
             translation = self.translate(text)
         require(translation, str, name='translation')

@@ -2,20 +2,26 @@
 """Measure how fast translations are found, beside transformers' generate and CTranslate2, with the same weights.
 
     python benchmarks/decode_speed.py                     # the toy model that comes with the package
+    python benchmarks/decode_speed.py --size base         # random weights: toy, tiny, small or base
     python benchmarks/decode_speed.py --model runs/m30k --corpus multi30k --split test_2016_flickr
-    python benchmarks/decode_speed.py --sentences 40 --rounds 1 --out /tmp/quick.json   # try it
+    python benchmarks/decode_speed.py --sentences 40 --rounds 1 --out quick.json        # try it
+
+The record is written after every cell of the table. Run the same command again to measure the cells that are missing;
+`--cells 2` stops after two of them.
 
 How it measures:
 
 - Each engine runs in its own process, one process for each number of threads, so that no two OpenMP runtimes share one.
 - One round over all numbers of threads chooses the best number for each engine and each cell of the table;
-  the record shows all of them.
+  the record shows all of them. A worker sleeps while it is not measured.
 - The rounds that count alternate in time, each starting with another engine. The record holds every round; the
   tables show the median, the smallest and the largest.
 - All engines search alike: greedily or with a beam of 4, scores divided by the number of tokens, until as many
-  hypotheses have finished as the beam is wide. Our default, which stops when no active hypothesis can win, has its own row.
-- `ids` is from token ids to token ids, `text` from text to text. Batches are sorted by length. A batch of 1 gives
-  the latency of single sentences: median and 95th percentile.
+  hypotheses have finished as the beam is wide. Our default, which stops when no active hypothesis can win, has rows of
+  its own.
+- A model with random weights never ends a translation: each has as many tokens as its source, EOS included.
+- `ids` is from token ids to token ids, `text` from text to text; both are measured in the same rounds. Batches are
+  sorted by length. A batch of 1 gives the latency of single sentences: median and 95th percentile.
 
 The model must be one that all engines can hold: post-norm, sinusoidal positions.
 """
@@ -35,51 +41,40 @@ ROOT = Path(__file__).parents[1]
 OURS = 'annotated_transformer'
 OURS_EXACT = 'annotated_transformer, until none can win'
 OURS_CTRANSLATE2 = 'annotated_transformer with CTranslate2'
+OURS_CTRANSLATE2_EXACT = 'annotated_transformer with CTranslate2, until none can win'
 TRANSFORMERS = 'transformers'
 CTRANSLATE2 = 'CTranslate2 float32'
 CTRANSLATE2_INT8 = 'CTranslate2 int8'
-ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, TRANSFORMERS, CTRANSLATE2, CTRANSLATE2_INT8)
-TEXT_ENGINES = (OURS, OURS_CTRANSLATE2) # those that also translate from text to text
-SEARCH = {'length_penalty': 1.0, 'length_penalty_offset': 0.0, 'max_extra_tokens': 50}
+ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_EXACT, TRANSFORMERS, CTRANSLATE2, CTRANSLATE2_INT8)
+EXACT = (OURS_EXACT, OURS_CTRANSLATE2_EXACT) # differ from the row above with a beam only
+TEXT_ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_EXACT) # also translate from text to text
+SEARCH = {'length_penalty': 1.0, 'length_penalty_offset': 0.0}
+SIZES = { # of the models with random weights
+    'toy': {'vocab_size': 1_000, 'n_layers': 2, 'd_model': 128, 'd_ff': 256, 'n_heads': 4},
+    'tiny': {'vocab_size': 10_000, 'n_layers': 4, 'd_model': 128, 'd_ff': 256, 'n_heads': 4},
+    'small': {'vocab_size': 16_000, 'n_layers': 6, 'd_model': 256, 'd_ff': 1024, 'n_heads': 4},
+    'base': {'vocab_size': 32_000, 'n_layers': 6, 'd_model': 512, 'd_ff': 2048, 'n_heads': 8},
+}
 REST = 0.3 # seconds between measurements, so that the last engine's threads have stopped waiting for work
 
 
 # --- the engines: each returns a function from (rows, beam size) to outputs; rows are ids with EOS, or texts
 
-def our_engine(prepared, threads, patience):
+def our_engine(prepared, threads, engine, patience):
     import torch
-    from annotated_transformer.batches import pad_rows
-    from annotated_transformer.inference import DecodingConfig, beam_search, greedy
+    from annotated_transformer.inference import DecodingConfig
     from annotated_transformer.translator import Translator
-    translator = Translator.load(prepared['model'], device='cpu')
+    torch.set_num_threads(threads)
+    translator = Translator.load(prepared['model'], device='cpu', engine=engine)
+    search = {**SEARCH, 'max_extra_tokens': prepared['max_extra_tokens']}
 
     def from_ids(rows, beam):
-        config = DecodingConfig(beam_size=beam, patience=patience if beam > 1 else None, **SEARCH)
-        src = pad_rows(rows)
-        if beam == 1:
-            return [hypothesis.ids for hypothesis in greedy(translator.model, src, config)]
-        return [best[0].ids for best in beam_search(translator.model, src, config)]
+        config = DecodingConfig(beam_size=beam, patience=patience if beam > 1 else None, **search)
+        return [best[0].ids for best in translator.engine.beam_search(rows, config)]
 
     def from_text(texts, beam):
         return translator.translate(texts, beam_size=beam, patience=patience if beam > 1 else None,
-                                    batch_tokens=10**6, **SEARCH)
-
-    torch.set_num_threads(threads)
-    return from_ids, from_text
-
-def our_ctranslate2(prepared, threads, compute_type):
-    from annotated_transformer.interop import CTranslate2Translator
-    translator = CTranslate2Translator(prepared['ctranslate2'], compute_type=compute_type,
-                                       inter_threads=1, intra_threads=threads)
-    ids = token_ids(translator.tokenizer)
-    names = list(ids)
-
-    def from_ids(rows, beam):
-        found = translator.search([[names[i] for i in row[:-1]] for row in rows], beam_size=beam, patience=1.0, **SEARCH)
-        return [[ids[name] for name in tokens] for tokens in found]
-
-    def from_text(texts, beam):
-        return translator.translate(texts, beam_size=beam, patience=1.0, **SEARCH)
+                                    batch_tokens=10**6, **search)
 
     return from_ids, from_text
 
@@ -97,7 +92,7 @@ def transformers_engine(prepared, threads):
     @torch.inference_mode()
     def from_ids(rows, beam):
         src = pad_rows(rows)
-        longest = src.size(1) + SEARCH['max_extra_tokens']
+        longest = src.size(1) + prepared['max_extra_tokens']
         found = model.generate(src, attention_mask=(src != PAD).long(), max_new_tokens=longest,
                                num_beams=beam, early_stopping=beam > 1, **plain)
         return [[token for token in row if token not in (PAD, BOS, EOS)] for row in found.tolist()]
@@ -115,7 +110,7 @@ def ctranslate2_engine(prepared, threads, compute_type):
 
     def from_ids(rows, beam):
         sources = [[names[i] for i in row[:-1]] for row in rows] # the engine adds EOS
-        longest = max(map(len, rows)) + SEARCH['max_extra_tokens']
+        longest = max(map(len, rows)) + prepared['max_extra_tokens']
         found = engine.translate_batch(sources, beam_size=beam, length_penalty=1.0, max_batch_size=0,
                                        max_decoding_length=longest)
         return [[ids[name] for name in result.hypotheses[0]] for result in found]
@@ -126,12 +121,10 @@ def token_ids(tokenizer):
     return {name: i for i, name in enumerate(tokenizer.tokens(range(len(tokenizer))))}
 
 def make_engine(name, prepared, threads):
-    if name == OURS:
-        return our_engine(prepared, threads, patience=1.0)
-    if name == OURS_EXACT:
-        return our_engine(prepared, threads, patience=None)
-    if name == OURS_CTRANSLATE2:
-        return our_ctranslate2(prepared, threads, 'float32')
+    if name in (OURS, OURS_EXACT):
+        return our_engine(prepared, threads, 'pytorch', patience=1.0 if name == OURS else None)
+    if name in (OURS_CTRANSLATE2, OURS_CTRANSLATE2_EXACT):
+        return our_engine(prepared, threads, 'ctranslate2', patience=1.0 if name == OURS_CTRANSLATE2 else None)
     if name == TRANSFORMERS:
         return transformers_engine(prepared, threads)
     return ctranslate2_engine(prepared, threads, 'int8' if name == CTRANSLATE2_INT8 else 'float32')
@@ -201,19 +194,41 @@ class Worker:
 
 # --- the measurement
 
+def random_model(size, folder):
+    "A model with random weights that never ends a translation, in the format that all engines can hold."
+    import torch
+    from annotated_transformer.checkpoints import build_model
+    from annotated_transformer.marian import MarianConfig
+    from annotated_transformer.translator import Translator
+    from annotated_transformer.vocabulary import EOS, SPECIALS, WordTokenizer
+    torch.manual_seed(0)
+    config = MarianConfig(**SIZES[size], activation='relu', max_len=64) # its output layer has a bias
+    words = [f'w{i}' for i in range(config.vocab_size - len(SPECIALS))]
+    tokenizer = WordTokenizer([*SPECIALS, *words], ('en', 'de'))
+    model = build_model(config).eval()
+    with torch.no_grad():
+        model.lm_head.bias[EOS] = -1e4
+    Translator(model, tokenizer).save(folder)
+    return folder
+
 def prepare(args, folder):
     "Convert the model for every engine and encode the sentences."
+    import random
     from annotated_transformer.corpora import CorpusConfig, load_corpus
     from annotated_transformer.interop import export_ctranslate2, export_marian
     from annotated_transformer.translator import SHIPPED, Translator
     from annotated_transformer.vocabulary import EOS
-    model = args.model or SHIPPED
-    data = {'data_dir': args.data_dir} if args.corpus == 'multi30k' else {}
-    corpus = load_corpus(CorpusConfig(args.corpus, **data))
-    texts = [src for src, _ in corpus[args.split]][:args.sentences]
+    if args.size:
+        model = random_model(args.size, folder / 'model')
+        words = random.Random(0)
+        texts = [' '.join(f'w{words.randrange(900)}' for _ in range(20)) for _ in range(args.sentences)]
+    else:
+        model = args.model or SHIPPED
+        data = {'data_dir': args.data_dir} if args.corpus == 'multi30k' else {}
+        texts = [src for src, _ in load_corpus(CorpusConfig(args.corpus, **data))[args.split]][:args.sentences]
     tokenizer = Translator.load(model, device='cpu').tokenizer
     rows = [[*row, EOS] for row in tokenizer.encode_batch(texts, tokenizer.langs[0])]
-    prepared = {'model': str(model), 'rows': rows, 'texts': texts,
+    prepared = {'model': str(model), 'rows': rows, 'texts': texts, 'max_extra_tokens': 0 if args.size else 50,
                 'marian': str(export_marian(model, folder / 'marian')),
                 'ctranslate2': str(export_ctranslate2(model, folder / 'ctranslate2'))}
     path = folder / 'prepared.json'
@@ -221,16 +236,16 @@ def prepare(args, folder):
     return path, prepared
 
 def cells_of(args):
-    "Every combination of search, batch size and unit."
+    "Every combination of search and batch size."
     for beam in args.beams:
         for batch in args.batches:
-            for unit in ('ids', 'text'):
-                sentences = args.sentences if batch > 1 else max(20, args.sentences // 10)
-                yield {'beam': beam, 'batch': batch, 'unit': unit, 'sentences': sentences}
+            sentences = args.sentences if batch > 1 else max(5, args.sentences // 10)
+            yield {'beam': beam, 'batch': batch, 'sentences': sentences}
 
-def engines_of(cell, engines):
-    found = [name for name in engines if cell['unit'] == 'ids' or name in TEXT_ENGINES]
-    return [name for name in found if not (name == OURS_EXACT and cell['beam'] == 1)]
+def contestants(cell, engines):
+    "The engines to measure in a cell, each with its units."
+    names = [name for name in engines if not (name in EXACT and cell['beam'] == 1)]
+    return [(name, unit) for unit in ('ids', 'text') for name in names if unit == 'ids' or name in TEXT_ENGINES]
 
 def summary(results, cell):
     "Speed over the rounds, and for single sentences the latency over all rounds."
@@ -245,43 +260,61 @@ def summary(results, cell):
         found['latency_ms'] = {'median': round(statistics.median(times), 2), '95 %': round(times[int(0.95 * len(times))], 2)}
     return found
 
-def measure(args, path):
-    "Return one row for each cell and engine."
-    workers = {(name, threads): Worker(name, threads, path) for name in args.engines for threads in args.thread_counts}
-    table = []
+def measure_cell(args, path, cell):
+    "Return one row for each engine and unit."
+    pairs = contestants(cell, args.engines)
+    workers = {(name, threads): Worker(name, threads, path)
+               for name in dict(pairs) for threads in args.thread_counts}
+    sweep = {pair: {} for pair in pairs}
+    results = {pair: [] for pair in pairs}
     try:
-        for cell in cells_of(args):
-            names = engines_of(cell, args.engines)
-            sweep = {}
-            for name in names:
-                for threads in args.thread_counts:
-                    workers[name, threads].measure(cell, warm_up=True)
-                    seconds = sum(workers[name, threads].measure(cell)['seconds'])
-                    sweep.setdefault(name, {})[threads] = round(seconds, 4)
-            best = {name: min(seconds, key=seconds.get) for name, seconds in sweep.items()}
-            results = {name: [] for name in names}
-            for i in range(args.rounds):
-                start = i % len(names)
-                for name in names[start:] + names[:start]:
-                    results[name].append(workers[name, best[name]].measure(cell))
-            for name in names:
-                digests = results[name][0]['digests']
-                same = sum(a == b for a, b in zip(digests, results[names[0]][0]['digests']))
-                row = {**cell, 'engine': name, 'threads': best[name], 'seconds_by_threads': sweep[name],
-                       'same_as_first': same, **summary(results[name], cell)}
-                table.append(row)
-                print(f"{row['unit']:4} beam {row['beam']} batch {row['batch']:2} {name:42} "
-                      f"{row['threads']} threads {row['sentences_per_second']:8.1f} sentences/s "
-                      f"({row['slowest']}-{row['fastest']}) {row.get('tokens_per_second', ''):>7} tokens/s "
-                      f"{row.get('latency_ms', '')} same {same}/{cell['sentences']}", flush=True)
+        for name, unit in pairs:
+            for threads in args.thread_counts:
+                worker = workers[name, threads]
+                worker.measure({**cell, 'unit': unit}, warm_up=True)
+                seconds = sum(worker.measure({**cell, 'unit': unit})['seconds'])
+                sweep[name, unit][threads] = round(seconds, 4)
+        best = {pair: min(seconds, key=seconds.get) for pair, seconds in sweep.items()}
+        for i in range(args.rounds):
+            start = i % len(pairs)
+            for name, unit in pairs[start:] + pairs[:start]:
+                worker = workers[name, best[name, unit]]
+                results[name, unit].append(worker.measure({**cell, 'unit': unit}))
     finally:
         for worker in workers.values():
             worker.stop()
-    return table
+    rows = []
+    for name, unit in pairs:
+        first = next(pair for pair in pairs if pair[1] == unit)
+        digests = results[name, unit][0]['digests']
+        same = sum(a == b for a, b in zip(digests, results[first][0]['digests']))
+        row = {**cell, 'unit': unit, 'engine': name, 'threads': best[name, unit],
+               'seconds_by_threads': sweep[name, unit], 'same_as_first': same, **summary(results[name, unit], cell)}
+        rows.append(row)
+        print(f"{unit:4} beam {row['beam']} batch {row['batch']:2} {name:58} "
+              f"{row['threads']} threads {row['sentences_per_second']:8.1f} sentences/s "
+              f"({row['slowest']}-{row['fastest']}) {row.get('tokens_per_second', ''):>7} tokens/s "
+              f"{row.get('latency_ms', '')} same {same}/{cell['sentences']}", flush=True)
+    return rows
+
+def measure(args, path, record, out):
+    "Measure the cells that the record lacks, and write it after each."
+    from annotated_transformer.files import atomic_write, to_json
+    n_measured = 0
+    for cell in cells_of(args):
+        if any(cell.items() <= row.items() for row in record['metrics']):
+            continue
+        if args.cells is not None and n_measured == args.cells:
+            print('run the same command again to measure the rest')
+            return
+        record['metrics'] += measure_cell(args, path, cell)
+        atomic_write(out, to_json(record))
+        n_measured += 1
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--model', type=Path, help='a model folder (default: the toy model of the package)')
+    parser.add_argument('--size', choices=list(SIZES), help='random weights of this size, instead of a model')
     parser.add_argument('--corpus', default='toy-ende', choices=['toy-ende', 'multi30k'])
     parser.add_argument('--split', default='test')
     parser.add_argument('--data-dir', type=Path, help='folder of Multi30k')
@@ -291,7 +324,8 @@ def arguments():
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--thread-counts', type=int, nargs='+', default=list(range(1, (os.cpu_count() or 1) + 1)))
     parser.add_argument('--engines', nargs='+', default=list(ENGINES), choices=ENGINES)
-    parser.add_argument('--name', default='decode-speed', help='of the record')
+    parser.add_argument('--cells', type=int, help='stop after so many cells (default: measure all that are missing)')
+    parser.add_argument('--name', help='of the record (decode-speed, or decode-speed-SIZE)')
     parser.add_argument('--out', type=Path, help='the record (default: benchmarks/results/NAME.json)')
     parser.add_argument('--worker', choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument('--prepared', type=Path, help=argparse.SUPPRESS)
@@ -303,6 +337,11 @@ def cpu_flags():
     flags = next((line.split(':')[1].split() for line in lines if line.startswith('flags')), [])
     return [flag for flag in flags if flag.startswith(('avx', 'amx', 'sse4', 'fma'))]
 
+def cpu_model():
+    info = Path('/proc/cpuinfo')
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), 'unknown')
+
 def main():
     args = arguments()
     if args.worker:
@@ -310,19 +349,25 @@ def main():
     import ctranslate2
     import transformers
     from annotated_transformer.checkpoints import load_model
-    from annotated_transformer.files import atomic_write, checksum, to_json
+    from annotated_transformer.files import checksum, read_json
     from record import RESULTS, about
+    name = args.name or ('decode-speed' if not args.size else f'decode-speed-{args.size}')
+    out = args.out or RESULTS / f'{name}.json'
     with tempfile.TemporaryDirectory() as folder:
         path, prepared = prepare(args, Path(folder))
-        table = measure(args, path)
-    settings = {name: getattr(args, name)
-                for name in ('corpus', 'split', 'sentences', 'beams', 'batches', 'rounds', 'thread_counts')}
-    config = asdict(load_model(prepared['model']).config)
-    record = {'name': args.name, **about(), 'metrics': table, 'settings': {**settings, 'search': SEARCH, 'model': config},
-              'weights_sha256': checksum(Path(prepared['model']) / 'model.safetensors')['sha256'],
-              'cpu_flags': cpu_flags()}
-    record['versions'] |= {'transformers': transformers.__version__, 'ctranslate2': ctranslate2.__version__}
-    atomic_write(args.out or RESULTS / f'{args.name}.json', to_json(record))
+        settings = {name: getattr(args, name) for name in ('size', 'corpus', 'split', 'sentences', 'beams', 'batches',
+                                                           'rounds', 'thread_counts', 'engines')}
+        settings |= {'search': {**SEARCH, 'max_extra_tokens': prepared['max_extra_tokens']},
+                     'model': asdict(load_model(prepared['model']).config)}
+        record = {'name': name, **about(), 'metrics': [], 'settings': settings,
+                  'weights_sha256': checksum(Path(prepared['model']) / 'model.safetensors')['sha256'],
+                  'cpu_model': cpu_model(), 'cpu_flags': cpu_flags()}
+        record['versions'] |= {'transformers': transformers.__version__, 'ctranslate2': ctranslate2.__version__}
+        old = read_json(out, {})
+        same = ('settings', 'weights_sha256', 'cpu_model', 'cpu_flags', 'versions')
+        if all(json.loads(json.dumps(record[key])) == old.get(key) for key in same):
+            record['metrics'] = old['metrics']
+        measure(args, path, record, out)
 
 
 if __name__ == '__main__':

@@ -86,26 +86,14 @@ class WithoutCache:
             self.src_mask = self.src_mask[sentences]
 
 
-class CopyingCache(inference.KeyValueCache):
-    "No room to spare: every step copies all positions into a larger tensor."
-    def add_position(self):
-        if self.length == 0:
-            self.keys = self.keys[:, :, :1]
-            self.values = self.values[:, :, :1]
-        else:
-            self.keys = torch.cat([self.keys, self.keys[:, :, :1]], dim=2)
-            self.values = torch.cat([self.values, self.values[:, :, :1]], dim=2)
-        self.length += 1
-
-
 VARIANTS = ['key/value cache', 'one product for q, k, v', 'k queries for each source', 'no mask for unpadded batches',
-            'fused attention', 'buffers with spare room', 'finished sentences leave the batch']
+            'fused attention', 'finished sentences leave the batch']
 
 
 @contextmanager
 def variant(name, model):
     "Switch one optimization off."
-    saved = {key: getattr(inference, key) for key in ('KeyValueCache', 'rows_to_keep', 'DecoderState')}
+    saved = {key: getattr(inference, key) for key in ('rows_to_keep', 'DecoderState')}
     Unoptimized.without = name
     if name == 'key/value cache':
         inference.DecoderState = WithoutCache
@@ -115,8 +103,6 @@ def variant(name, model):
         for module in model.modules():
             if isinstance(module, MultiHeadAttention):
                 module.attention_fn = attention
-    if name == 'buffers with spare room':
-        inference.KeyValueCache = CopyingCache
     if name == 'finished sentences leave the batch':
         inference.rows_to_keep = lambda done: None
     try:

@@ -192,8 +192,8 @@ def test_recurrent_model_is_searched_by_the_same_code(src):
     assert [found[0].ids for found in batched] == [found[0].ids for found in alone]
 
 
-def test_cache_grows_beyond_its_first_buffer():
-    "Two layers with different numbers of heads share the buffers."
+def test_cache_returns_what_was_stored():
+    "Two layers with different numbers of heads share the tensors."
     cache = KeyValueCache(2, [3, 1], 4, 5, like=torch.zeros(()))
     keys = torch.randn(2, 4, 40, 4)
     values = torch.randn(2, 4, 40, 5)

@@ -27,6 +27,7 @@ FLOORS = {
     4: 'checkpoints inference causal_tests',
     4.5: 'run_log explorer',
     5: 'trainer interop heads',
+    5.5: 'engines', # chooses between inference and a conversion of interop; translator uses it
     6: 'translator score_report line_translation',
     7: 'recipe',
     8: 'server train_command',
