@@ -55,16 +55,14 @@ def generate(
     """
     encoder_output = model.encode(src)
     src_mask = padding_mask(src, PAD)
-    src_lengths = (src != PAD).sum(1) # EOS included
-    limits = (src_lengths + max_extra_tokens).clamp(max=model.config.max_len)
+    limits = ((src != PAD).sum(1) + max_extra_tokens).clamp(max=model.config.max_len)
     tgt = torch.full((len(src), 1), BOS, device=src.device)
     finished = torch.zeros(len(src), dtype=torch.bool, device=src.device)
     while not finished.all():
         token = choose(next_token_log_probs(model, tgt, encoder_output, src_mask))
         token = token.masked_fill(finished, PAD)
         tgt = torch.cat([tgt, token[:, None]], dim=1)
-        length = tgt.size(1) - 1 # without BOS
-        finished = finished | (token == EOS) | (length == limits)
+        finished = finished | (token == EOS) | (tgt.size(1) - 1 == limits) # BOS does not count
     return [[i for i in row if i not in (PAD, EOS)] for row in tgt[:, 1:].tolist()]
 
 @torch.no_grad()
@@ -114,7 +112,7 @@ class Hypothesis:
 
     :param ids: without BOS and EOS
     :param log_prob: in nats, EOS included unless truncated
-    :param normalized_score: log_prob divided by the length penalty: ranks finished ones
+    :param normalized_score: log_prob divided by the length penalty; ranks finished hypotheses
     """
     ids: list[int]
     log_prob: float
@@ -151,17 +149,16 @@ def beam_search(
         best, index = candidates.flatten().topk(min(2 * beam_size, candidates.numel()))
         parent = index // candidates.size(1)
         token = index % candidates.size(1)
-        for rank, token_id in enumerate(token[:beam_size].tolist()): # the rest is pruned
-            if token_id == EOS:
-                ids = tgt[parent[rank], 1:].tolist()
-                normalized = normalized_score(best[rank].item(), length, length_penalty)
-                finished.append(Hypothesis(ids, best[rank].item(), normalized))
+        for rank in (token[:beam_size] == EOS).nonzero().flatten().tolist(): # EOS below: pruned
+            ids = tgt[parent[rank], 1:].tolist()
+            normalized = normalized_score(best[rank].item(), length, length_penalty)
+            finished.append(Hypothesis(ids, best[rank].item(), normalized))
         finished = sorted(finished, key=lambda found: found.normalized_score, reverse=True)[:n_best]
         active = (token != EOS).nonzero().flatten()[:beam_size] # ranks of the best without EOS
         tgt = torch.cat([tgt[parent[active]], token[active].unsqueeze(1)], dim=1)
         log_prob = best[active]
         if len(finished) == n_best:
-            bound = normalized_score(log_prob[0].item(), limit, length_penalty)
+            bound = normalized_score(log_prob[0].item(), limit, length_penalty) # the best
             if beam_size == 1 or finished[-1].normalized_score >= bound:
                 return finished # none can win any more; a beam of 1 stops as greedy does
     for i in range(n_best - len(finished)): # fill up with truncated hypotheses

@@ -91,7 +91,7 @@ class Comparison:
 def bleu_counts(translations: Sequence[str], references: Sequence[str]) -> np.ndarray:
     "Return ten counts for each sentence: matches and n-grams for n = 1 to 4, and both lengths."
     check_corpus(translations, references)
-    metric = BLEU(effective_order=True) # affects sentence scores, which we do not use
+    metric = BLEU(effective_order=True) # avoids a warning; only sentence scores change
     found = [metric.sentence_score(text, [ref]) for text, ref in zip(translations, references)]
     return np.array([[*bleu.counts, *bleu.totals, bleu.sys_len, bleu.ref_len] for bleu in found])
 
@@ -109,13 +109,13 @@ def compare(
     """Test a difference in BLEU by randomization. Raises ValueError as `check_corpus` does.
 
     :param against: the baseline's translations of the same sentences
-    :param samples: repetitions of the random swaps
+    :param samples: trials with random swaps
     """
     ours = bleu_counts(translations, references)
     theirs = bleu_counts(against, references)
     bleu, baseline = bleu_of_counts(ours.sum(0)), bleu_of_counts(theirs.sum(0))
     swap = np.random.default_rng(12345).integers(2, size=(samples, len(ours))) # 1: swap
-    change = swap @ (theirs - ours) # (samples, 10)
+    change = swap @ (theirs - ours) # (samples, 10): what the swaps add to our sums
     count = 0
     for a, b in zip(ours.sum(0) + change, theirs.sum(0) - change):
         count += abs(bleu_of_counts(a) - bleu_of_counts(b)) >= abs(bleu - baseline)
