@@ -402,7 +402,7 @@ def test_live_views_open(visit, address):
     page.frame_locator('iframe').locator('h1').wait_for()
     page = visit('01_attention')
     page.locator('details.live-view summary').click()
-    assert page.locator('iframe').get_attribute('src') == 'explainer/index.html#view=attention'
+    assert page.locator('iframe').get_attribute('src') == 'explainer/index.html#view=attention&theme=light'
     frame = page.frame_locator('iframe')
     frame.locator('#ribbons').wait_for()
     link = frame.locator('a[href*="01_attention.html"]').first.evaluate('a => a.href')

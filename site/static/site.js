@@ -22,18 +22,13 @@ addEventListener('DOMContentLoaded', () => {
   addEventListener('load', reachable)
 
   // The live views of the pages, and the live explainer on the front page, load when they are asked for.
-  // They are light or dark as this page is; a page opened from a folder cannot tell them.
-  const follow = frame => {
-    const inside = frame.contentDocument?.documentElement
-    if (inside) inside.dataset.theme = document.documentElement.dataset.theme
-  }
-  const frame = address => {
-    const made = Object.assign(document.createElement('iframe'), {src: address, title: 'A Transformer, live'})
-    made.addEventListener('load', () => follow(made))
-    return made
-  }
-  new MutationObserver(() => document.querySelectorAll('iframe').forEach(follow))
-    .observe(document.documentElement, {attributes: true, attributeFilter: ['data-theme']})
+  // They are light or dark as this page is.
+  const theme = () => document.documentElement.dataset.theme
+  const frame = address => Object.assign(document.createElement('iframe'),
+    {src: `${address}${address.includes('#') ? '&' : '#'}theme=${theme()}`, title: 'A Transformer, live'})
+  new MutationObserver(() => {
+    for (const {contentWindow} of document.querySelectorAll('iframe')) contentWindow.postMessage({theme: theme()}, '*')
+  }).observe(document.documentElement, {attributes: true, attributeFilter: ['data-theme']})
   for (const view of document.querySelectorAll('details.live-view'))
     view.addEventListener('toggle', () => view.append(frame(view.dataset.address)), {once: true})
 
