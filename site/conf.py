@@ -68,6 +68,7 @@ NAME = re.compile(r'<span class="(?:n|nc|nf)">([A-Za-z_]\w*)</span>')
 CODE = re.compile(r'(?<=<div class="highlight-python notranslate"><div class="highlight">)<pre>.*?</pre>', re.S)
 TERM = re.compile(r'<a class="reference internal" href="(?:\.\./)?glossary\.html#term-([^"]+)">'
                   r'<span class="xref std std-term">(.*?)</span></a>', re.S)
+HEADING = re.compile(r'(<section id="([^"]+)"[^>]*>\s*(?:<span id="[^"]+"></span>\s*)*<h[1-4])>')
 SIGNATURE = re.compile(r'<dt [^>]*class="sig .*?</dt>', re.S)     # its parameters are a list without terms
 
 
@@ -87,7 +88,10 @@ def finish_page(app, pagename, templatename, context, doctree):
         definition = SITE['definitions'].get(match[1], '')
         return f'<a class="term" href="glossary.html#term-{match[1]}" data-definition="{definition}">{match[2]}</a>'
     body = TERM.sub(term, body)
+    # For the search: headings with an address, definitions before mentions, prose before code.
+    body = HEADING.sub(r'\1 id="\2-heading">', body)
     body = body.replace('<dt class="sig sig-object py"', '<dt data-pagefind-weight="9" class="sig sig-object py"')
+    body = body.replace('<div class="cell_input', '<div data-pagefind-weight="0.2" class="cell_input')
     body = SIGNATURE.sub(lambda dt: re.sub(r'<(/?)d[ld]>', r'<\1div>', dt[0]), body)
     context['body'] = re.sub(r'(<strong>[^<]*</strong>) -- ', r'\1: ', body)       # parameters in the reference
     description = SITE['promises'].get(pagename, SITE['description'])

@@ -41,11 +41,12 @@ class Reference:
 
     def module_page(self, module):
         page = BY_MODULE.get(module)
-        text = f'{module}\n{"=" * len(module)}\n\n.. py:module:: {PACKAGE_NAME}.{module}\n\n'
+        title = f'Module {module}'
+        text = f'{title}\n{"=" * len(title)}\n\n.. py:module:: {PACKAGE_NAME}.{module}\n\n'
         if page:
             text += f'.. container:: promise\n\n   {escaped(page["promise"])}.\n\n'
-            title = page['title'].replace('`', '')
-            link = f':doc:`Page {page["number"]:02}, {title} </{page["stem"]}>`'
+            page_title = page['title'].replace('`', '')
+            link = f':doc:`Page {page["number"]:02}, {page_title} </{page["stem"]}>`'
             text += f'{link}, explains this module and exports it.\n\n'
         names = ', '.join(list(self.modules[module])[:3])
         text += f'.. code-block:: python\n\n   from {PACKAGE_NAME}.{module} import {names}\n\n'
@@ -64,7 +65,7 @@ class Reference:
                 summary = escaped(first_sentence(node)) or '\\'
                 text += f'   * - :py:obj:`{name} <{PACKAGE_NAME}.{module}.{name}>`\n     - {summary}\n'
             text += '\n'
-        return text + '.. toctree::\n   :hidden:\n\n' + ''.join(f'   {module}\n' for module in order)
+        return text + '.. toctree::\n   :hidden:\n\n' + ''.join(f'   {module} <{module}>\n' for module in order)
 
 
 def public_nodes(tree):

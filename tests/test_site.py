@@ -307,7 +307,7 @@ def test_every_page_fits_its_screen(visit, address, how):
 @pytest.mark.parametrize('words, target, heading', [
     ('label smoothing', '07_training.html', 'Training'), ('beam search', '08_decoding.html', 'Decoding'),
     ('MultiHeadAttention', '01_attention.html', 'Attention'),
-    ('MultiHeadAttention', 'api/attention.html', 'attention')])
+    ('MultiHeadAttention', 'api/attention.html', 'Module attention')])
 def test_search_finds(visit, words, target, heading):
     page = visit('21_vocabulary')
     page.keyboard.press('Control+k')
