@@ -90,8 +90,10 @@ def finish_page(app, pagename, templatename, context, doctree):
     body = TERM.sub(term, body)
     # For the search: headings with an address, definitions before mentions, prose before code.
     body = HEADING.sub(r'\1 id="\2-heading">', body)
-    body = body.replace('<dt class="sig sig-object py"', '<dt data-pagefind-weight="9" class="sig sig-object py"')
-    body = body.replace('<div class="cell_input', '<div data-pagefind-weight="0.2" class="cell_input')
+    body = body.replace('<span class="sig-name', '<span data-pagefind-weight="8" class="sig-name')
+    body = body.replace('<div class="cell_input', '<div data-pagefind-weight="0.5" class="cell_input')
+    if pagename.startswith('api/'):
+        body = f'<div data-pagefind-weight="0.5">{body}</div>'
     body = SIGNATURE.sub(lambda dt: re.sub(r'<(/?)d[ld]>', r'<\1div>', dt[0]), body)
     context['body'] = re.sub(r'(<strong>[^<]*</strong>) -- ', r'\1: ', body)       # parameters in the reference
     description = SITE['promises'].get(pagename, SITE['description'])
