@@ -208,7 +208,7 @@ def main():
     if EXPLAINER.exists():
         make_explainer()
     subprocess.run([sys.executable, '-m', 'pagefind', '--site', HTML, '--quiet', '--root-selector', 'article',
-                    '--exclude-selectors', 'a.headerlink, .prev-next-area, p.page-facts'], check=True)
+                    '--exclude-selectors', 'a.headerlink, .prev-next-area, p.page-facts, .katex-mathml'], check=True)
     (HTML / '.nojekyll').write_text('')
     size = sum(path.stat().st_size for path in HTML.rglob('*') if path.is_file())
     report(f'{len(list(HTML.rglob("*.html")))} pages, {size / 1e6:.1f} MB in {HTML.relative_to(ROOT)}')
