@@ -29,7 +29,7 @@ GROUPS = {
     'Part I: the paper': range(0, 12),
     'Part II: the engine': range(20, 40),
     'Part III: experiments': range(40, 50),
-    'Details of the engine': [50, 51, 52, 58, 59, 60, 61, 62, 95, 96, 97, 98],
+    'Details of the engine': [50, 51, 52, *range(58, 90), 95, 96, 97, 98],
     'Details of the experiments': [53, 54, 55, 56, 57],
     'Appendix': [90, 91, 92, 93, 94, 99],
 }
