@@ -160,11 +160,11 @@ class CTranslate2Engine:
             max_batch_size=math.ceil(len(rows) / self.n_workers), return_scores=True, return_end_token=True,
             asynchronous=True)
 
-    def score_prefixes(self, rows: Sequence[list[int]], prefix: Sequence[Sequence[int]]) -> list[tuple[float, float]]:
-        "Return the log-probability of each prefix, and that of EOS after it, in nats."
+    def score_prefixes(self, rows: Sequence[list[int]], prefix: Sequence[Sequence[int]]) -> list[float]:
+        "Return the log-probability of each prefix, in nats."
         found = self.translator.score_batch(self.to_tokens(row[:-1] for row in rows), self.to_tokens(prefix),
                                             max_input_length=0)
-        return [(math.fsum(result.log_probs[:-1]), result.log_probs[-1]) for result in found]
+        return [math.fsum(result.log_probs[:-1]) for result in found] # without EOS
 
     def generator(self, seed: int | None) -> torch.Generator | None:
         "Return a source of random numbers for `sample`; None: CTranslate2's own, which no seed repeats."
@@ -200,11 +200,8 @@ class BatchSearch:
         self.limits = [max(min(len(row) + config.max_extra_tokens, engine.max_len), len(ids) + 1)
                        for row, ids in zip(rows, self.prefix, strict=True)]
         self.prefix_log_probs = [0.0] * len(rows)
-        self.eos_log_probs = [-math.inf] * len(rows) # of EOS after the prefix
         if any(self.prefix):
-            for i, (log_prob, eos_log_prob) in enumerate(engine.score_prefixes(rows, self.prefix)):
-                self.prefix_log_probs[i] = log_prob
-                self.eos_log_probs[i] = eos_log_prob if self.prefix[i] else -math.inf
+            self.prefix_log_probs = engine.score_prefixes(rows, self.prefix)
         self.results = [[] for _ in rows]
         n = sum(map(len, rows)) / max(1, len(rows))
         # CTranslate2 divides by n ** exponent. At this length, our length penalty grows as fast with n:
@@ -235,10 +232,6 @@ class BatchSearch:
         eos = self.engine.tokens[EOS]
         finished = []
         active = []
-        if self.eos_log_probs[i] > -math.log(self.config.beam_size + 1): # EOS is among the most probable tokens
-            tokens = [*self.engine.to_tokens([self.prefix[i]])[0], eos] # CTranslate2 never ends after the prefix
-            log_prob = self.prefix_log_probs[i] + self.eos_log_probs[i]
-            finished.append((self.normalized(log_prob, len(tokens)), log_prob, tokens))
         for tokens, score in zip(found.hypotheses, found.scores):
             log_prob = score * len(tokens) ** self.exponent + self.prefix_log_probs[i]
             group = finished if tokens[-1] == eos else active

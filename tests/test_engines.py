@@ -71,7 +71,7 @@ def assert_same(found, expected, n_ties=0):
 # --- the same translations
 
 @pytest.mark.parametrize('search', [
-    {}, {'n_best': 4}, {'length_penalty': 0.0}, {'length_penalty': 1.4, 'beam_size': 3}, {'beam_size': 1},
+    {}, {'n_best': 4}, {'length_penalty': 3.0, 'max_extra_tokens': 50}, {'length_penalty': 0.0}, {'length_penalty': 1.4, 'beam_size': 3}, {'beam_size': 1},
     {'length_penalty': 1.0, 'length_penalty_offset': 0.0, 'n_best': 2}, {'max_extra_tokens': 0}, {'patience': 1.0},
     {'patience': 2.0}], ids=str)
 @pytest.mark.parametrize('config', [
@@ -126,10 +126,11 @@ def test_streams_and_odd_lines(shipped):
 
 
 def test_a_whole_translation_as_a_prefix_is_not_continued(shipped):
-    "CTranslate2 itself adds at least one token to a prefix."
     whole = shipped[0].translate(TEXTS)
     assert shipped[1].translate(TEXTS, prefix=whole) == whole
     assert shipped[1].translate(TEXTS, prefix=whole, beam_size=1) == whole
+    ours, theirs = [translator.translate_n_best(TEXTS, 3, prefix=whole) for translator in shipped]
+    assert [[way.text for way in ways] for ways in theirs] == [[way.text for way in ways] for ways in ours]
 
 
 def test_the_margin_of_the_first_search_adapts_itself(shipped):
