@@ -257,7 +257,8 @@ def summary(results, cell):
         found['tokens_per_second'] = round(results[0]['n_tokens'] / statistics.median(totals))
     if cell['batch'] == 1:
         times = sorted(1000 * second for result in results for second in result['seconds'])
-        found['latency_ms'] = {'median': round(statistics.median(times), 2), '95 %': round(times[int(0.95 * len(times))], 2)}
+        found['latency_ms'] = {'median': round(statistics.median(times), 2),
+                               '95 %': round(times[int(0.95 * len(times))], 2)}
     return found
 
 def measure_cell(args, path, cell):

@@ -71,7 +71,8 @@ def assert_same(found, expected, n_ties=0):
 # --- the same translations
 
 @pytest.mark.parametrize('search', [
-    {}, {'n_best': 4}, {'length_penalty': 3.0, 'max_extra_tokens': 50}, {'length_penalty': 0.0}, {'length_penalty': 1.4, 'beam_size': 3}, {'beam_size': 1},
+    {}, {'n_best': 4}, {'length_penalty': 3.0, 'max_extra_tokens': 50}, {'length_penalty': 0.0},
+    {'length_penalty': 1.4, 'beam_size': 3}, {'beam_size': 1},
     {'length_penalty': 1.0, 'length_penalty_offset': 0.0, 'n_best': 2}, {'max_extra_tokens': 0}, {'patience': 1.0},
     {'patience': 2.0}], ids=str)
 @pytest.mark.parametrize('config', [
