@@ -8,8 +8,6 @@ from project import CFG, NBS, PAGES, RESULTS, read_page
 
 TEST_SETS = {'test_2016_flickr': 'Multi30k 2016', 'test_2017_mscoco': 'Multi30k 2017', 'test': 'test',
              'test_long': 'long sentences', 'test_combinations': 'new combinations'}
-# Records whose figures are no longer quoted, with their date, and why.
-WITHDRAWN = {'decode-speed': ('2026-11-21', 'Its engines shared one process: do not quote its ratios.')}
 
 
 def load():
@@ -169,10 +167,8 @@ def all_records(records):
     rows = []
     for name, record in records.items():
         pages = ', '.join(f'<a href="{stem}.html">{stem[:2]} {PAGES[stem]["title"]}</a>' for stem in used[name])
-        date, reason = WITHDRAWN.get(name, ('', ''))
-        note = f' <small>{reason}</small>' if date and record.get('date') == date else ''
         for source in sources(name, record):
-            rows.append([cell(record_link(name) + note), cell(pages), *how(source)])
+            rows.append([cell(record_link(name)), cell(pages), *how(source)])
     return table(['record', 'discussed on', *HOW], rows, 'All records')
 
 
