@@ -62,8 +62,8 @@ class AttentionMaps:
 
     :param src: source tokens, EOS included: the keys of `encoder` and `cross`
     :param tgt: target tokens from BOS on: the decoder's inputs
-    :param encoder: encoder self-attention, if there is any
-    :param decoder: decoder self-attention, if there is any
+    :param encoder: encoder self-attention, if the model has any
+    :param decoder: decoder self-attention, if the model has any
     :param cross: cross-attention
     """
     src: list[str]
@@ -78,19 +78,19 @@ def attention_maps(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Return the attention weights of every layer and head for one sentence pair.
 
-    :param model: in eval mode; a model may have its own method of this name
+    :param model: in eval mode
     :param src: source ids with EOS
     :param tgt: target ids from BOS on
     :return: encoder, decoder, cross, as in `AttentionMaps`
     """
-    if hasattr(model, 'attention_maps'):
+    if hasattr(model, 'attention_maps'): # a recurrent model, for example
         return model.attention_maps(src, tgt)
     with record_attention(model) as recorded:
         model(src, tgt)
 
     def all_layers(side, kind):
         names = [f'{side}.layers.{i}.{kind}' for i in range(len(getattr(model, side).layers))]
-        return torch.cat([recorded[name][0] for name in names]).float()
+        return torch.cat([recorded[name][0] for name in names]).float() # batch axis -> layers
     return (all_layers('encoder', 'self_attention'), all_layers('decoder', 'self_attention'),
             all_layers('decoder', 'cross_attention'))
 
@@ -126,7 +126,7 @@ def word_maps(
     :param key_words: the same for each key
     """
     def membership(words): # (words, tokens): 1 where the token belongs to the word
-        return nn.functional.one_hot(torch.tensor(words) + 1).T[1:].to(weights) # row 0: no word
+        return nn.functional.one_hot(torch.tensor(words) + 1).T[1:].to(weights) # drop row 0 (-1)
 
     queries = membership(query_words)
     keys = membership(key_words)

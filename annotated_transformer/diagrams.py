@@ -332,7 +332,7 @@ def pronoun_path() -> None:
     arrow(ax, noun.bottom, (noun.x, 0.2), (pronoun.x, 0.2), pronoun.bottom, style='--')
     arrow(ax, pronoun.right, written.left, width=2.2)
     label(ax, 2.35, 1.22, 'encoder layer 1, head 3', 8.5)
-    label(ax, 2.35, 0.32, 'head 2: backup', 8.5)
+    label(ax, 2.35, 0.32, 'head 2: redundant', 8.5)
     label(ax, 5.3, 0.78, 'cross-attention', 8.5)
 
 def cache() -> None:
