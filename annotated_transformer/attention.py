@@ -50,7 +50,7 @@ def attention(
     return weights @ value, weights
 
 class MultiHeadAttention(nn.Module):
-    """Multi-head attention (3.2.2). Raises ValueError if d_model is not divisible by n_heads.
+    """Multi-head attention (3.2.2). Raises ValueError unless n_heads divides d_model.
 
     :param d_model: features of inputs and outputs
     :param n_heads: number of heads, h in the paper
@@ -59,6 +59,8 @@ class MultiHeadAttention(nn.Module):
     """
     def __init__(self, d_model: int, n_heads: int, d_k: int | None = None, d_v: int | None = None):
         super().__init__()
+        if n_heads < 1:
+            raise ValueError(f'n_heads={n_heads} must be at least 1')
         if (d_k is None or d_v is None) and d_model % n_heads != 0:
             raise ValueError(f'd_model={d_model} is not divisible by n_heads={n_heads}: '
                              'choose sizes that divide evenly, or set d_k and d_v')

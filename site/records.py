@@ -186,13 +186,15 @@ all of it). [Page 46](46_the_record.ipynb) discusses the Multi30k results, and w
 
 ## In five rows
 
+± is half of the 95 % bootstrap interval over the test sentences; for three seeds, the standard deviation.
+
 {summary}
 
 ## Translation quality
 
 sacreBLEU on cased, detokenized text (`{signature}`), ± half of the 95 % bootstrap interval. Rows marked *lower case,
-tokenized* follow the convention of older papers and cannot be compared with the others. The *student* rows also learned
-from translations that other models had made. Click on a column to sort by it.
+tokenized* follow the convention of older papers and cannot be compared with the others. Click on a column to
+sort by it.
 {table(header, rows, 'Translation quality')}
 {plot(points)}
 {speed(records)}

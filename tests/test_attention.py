@@ -206,6 +206,11 @@ def test_sizes_that_do_not_divide_evenly(sizes):
         MultiHeadAttention(*sizes)
 
 
+def test_no_heads():
+    with pytest.raises(ValueError, match='n_heads=0 must be at least 1'):
+        MultiHeadAttention(512, 0)
+
+
 def test_a_mask_without_an_axis_for_heads_is_refused():
     "Of shape (batch, m, n) it would align with the heads: with as many heads as sentences, no shape tells."
     x = torch.randn(3, 5, 12)
