@@ -3,7 +3,7 @@
 """The Transformer: assemble the whole model in one class, train it on a small task, and predict its parameter
 count."""
 
-__all__ = ['POSITIONS', 'PRESETS', 'TransformerConfig', 'check_config', 'Transformer', 'count_parameters']
+__all__ = ['POSITIONS', 'PRESETS', 'TransformerConfig', 'Transformer', 'check_config', 'count_parameters']
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ POSITIONS = {'sinusoidal': SinusoidalPositions, 'learned': LearnedPositions, 'no
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The sizes and choices of a model (default: base). Raises ValueError if they are invalid.
+    """The hyperparameters of a model (default: base). Raises ValueError if they are invalid.
 
     :param vocab_size: number of tokens, shared by source and target (section 5.1)
     :param n_layers: layers of the encoder, and of the decoder; N in the paper
@@ -30,8 +30,8 @@ class TransformerConfig:
     :param n_heads: heads of each attention module; h in the paper
     :param d_k: dimension of a head's queries and keys (default: d_model / n_heads)
     :param d_v: dimension of a head's values (default: d_model / n_heads)
-    :param dropout: on each sublayer's output and on the embedded input (section 5.4)
-    :param norm: layer norm after each residual sum; 'pre': before each sublayer
+    :param dropout: on each sublayer's output and on embedding + position (section 5.4)
+    :param norm: layer norm after each residual addition; 'pre': before each sublayer
     :param positions: see section 3.5
     :param max_len: maximum number of positions in a sequence
     :param tied: both embeddings and the output layer share one matrix (section 3.4)
@@ -52,30 +52,8 @@ class TransformerConfig:
     def __post_init__(self):
         check_config(self)
 
-def check_config(config: TransformerConfig) -> None:
-    "Raise ValueError if a value is out of range or the sizes do not fit together."
-    c = config
-    for name in ('vocab_size', 'n_layers', 'd_model', 'd_ff', 'n_heads', 'max_len', 'd_k', 'd_v'):
-        size = getattr(c, name)
-        if size is None and name in ('d_k', 'd_v'):
-            continue
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f'{name}={size} must be a whole number of at least 1')
-    if c.d_model % c.n_heads and (c.d_k is None or c.d_v is None):
-        raise ValueError(f'd_model={c.d_model} is not divisible by n_heads={c.n_heads}: '
-                         'choose sizes that divide evenly, or set d_k and d_v')
-    if c.positions == 'sinusoidal' and c.d_model % 2:
-        raise ValueError(f'd_model={c.d_model} is odd: sinusoids need an even number')
-    if not 0 <= c.dropout < 1:
-        raise ValueError(f'dropout={c.dropout} must be at least 0 and below 1')
-    if c.norm not in get_args(Norm):
-        raise ValueError(f"norm={c.norm!r} is unknown: choose 'post' or 'pre'")
-    if c.positions not in POSITIONS:
-        raise ValueError(f'positions={c.positions!r} is unknown: '
-                         f'choose one of {", ".join(POSITIONS)}')
-
 class Transformer(nn.Module):
-    "Figure 1: source ids and target ids in, logits of the next target token out."
+    "Figure 1: source ids and target ids in, logits of the next token at each position out."
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.config = config
@@ -98,7 +76,7 @@ class Transformer(nn.Module):
     def init_weights(self) -> None:
         "Xavier initialization for the layers, standard deviation 1/sqrt(d_model) for embeddings."
         for parameter in [*self.encoder.parameters(), *self.decoder.parameters()]:
-            if parameter.dim() > 1: # not the biases and layer norms
+            if parameter.dim() > 1: # matrices only: no biases, no layer norms
                 nn.init.xavier_uniform_(parameter)
         for module in (self.src_embed, self.tgt_embed, self.lm_head):
             nn.init.normal_(module.weight, std=self.config.d_model ** -0.5)
@@ -124,6 +102,28 @@ class Transformer(nn.Module):
                 tgt: Int[Tensor, "batch m"]) -> Float[Tensor, "batch m vocab_size"]:
         "Return the logits of the token after each target position. `tgt` begins with BOS."
         return self.lm_head(self.hidden_states(src, tgt))
+
+def check_config(config: TransformerConfig) -> None:
+    "Raise ValueError if a value is out of range or the sizes do not fit together."
+    c = config
+    for name in ('vocab_size', 'n_layers', 'd_model', 'd_ff', 'n_heads', 'max_len', 'd_k', 'd_v'):
+        size = getattr(c, name)
+        if size is None and name in ('d_k', 'd_v'):
+            continue
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f'{name}={size} must be a whole number of at least 1')
+    if c.d_model % c.n_heads and (c.d_k is None or c.d_v is None):
+        raise ValueError(f'd_model={c.d_model} is not divisible by n_heads={c.n_heads}: '
+                         'choose sizes that divide evenly, or set d_k and d_v')
+    if c.positions == 'sinusoidal' and c.d_model % 2:
+        raise ValueError(f'd_model={c.d_model} is odd: sinusoids need an even number')
+    if not 0 <= c.dropout < 1:
+        raise ValueError(f'dropout={c.dropout} must be at least 0 and below 1')
+    if c.norm not in get_args(Norm):
+        raise ValueError(f"norm={c.norm!r} is unknown: choose 'post' or 'pre'")
+    if c.positions not in POSITIONS:
+        raise ValueError(f'positions={c.positions!r} is unknown: '
+                         f'choose one of {", ".join(POSITIONS)}')
 
 PRESETS = {
     'toy': TransformerConfig(n_layers=2, d_model=128, d_ff=256, n_heads=4),     # toy languages
