@@ -149,7 +149,7 @@ def beam_search(
         best, index = candidates.flatten().topk(min(2 * beam_size, candidates.numel()))
         parent = index // candidates.size(1)
         token = index % candidates.size(1)
-        for rank in (token[:beam_size] == EOS).nonzero().flatten().tolist(): # EOS below: pruned
+        for rank in (token[:beam_size] == EOS).nonzero().flatten().tolist():
             ids = tgt[parent[rank], 1:].tolist()
             normalized = normalized_score(best[rank].item(), length, length_penalty)
             finished.append(Hypothesis(ids, best[rank].item(), normalized))
@@ -158,9 +158,9 @@ def beam_search(
         tgt = torch.cat([tgt[parent[active]], token[active].unsqueeze(1)], dim=1)
         log_prob = best[active]
         if len(finished) == n_best:
-            bound = normalized_score(log_prob[0].item(), limit, length_penalty) # the best
+            bound = normalized_score(log_prob[0].item(), limit, length_penalty)
             if beam_size == 1 or finished[-1].normalized_score >= bound:
-                return finished # none can win any more; a beam of 1 stops as greedy does
+                return finished # no active hypothesis can win; a beam of 1 stops as greedy does
     for i in range(n_best - len(finished)): # fill up with truncated hypotheses
         normalized = normalized_score(log_prob[i].item(), limit, length_penalty)
         finished.append(Hypothesis(tgt[i, 1:].tolist(), log_prob[i].item(), normalized))
