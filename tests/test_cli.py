@@ -127,8 +127,8 @@ def test_everyday_options_come_first(capsys):
 
 # point 12 of the trial of 0.1.0
 def test_help_shows_the_defaults_that_apply(capsys, tmp_path):
-    assert "features of each token's vector (default: 128)" in helped(capsys, 'train')
-    assert "features of each token's vector (default: 512)" in helped(capsys, 'train', '--preset', 'base')
+    assert "dimension of each token's vector (default: 128)" in helped(capsys, 'train')
+    assert "dimension of each token's vector (default: 512)" in helped(capsys, 'train', '--preset', 'base')
     assert '(default: runs/multi30k)' in helped(capsys, 'train', '--corpus', 'multi30k')
     assert '(default: runs/tsv)' in helped(capsys, 'train', '--tsv', 'x.tsv')
     shutil.copytree(SHIPPED, tmp_path / 'model')
