@@ -50,7 +50,7 @@ def attention(
     return weights @ value, weights
 
 class MultiHeadAttention(nn.Module):
-    """Multi-head attention (3.2.2). Raises ValueError unless n_heads divides d_model.
+    """Multi-head attention. Raises ValueError unless n_heads divides d_model or d_k, d_v are set.
 
     :param d_model: features of inputs and outputs
     :param n_heads: number of heads, h in the paper
