@@ -24,6 +24,7 @@ from .corpora import CORPORA, TEXT_OPTIONS, CorpusConfig, load_corpus
 from .engines import ComputeType, EngineName
 from .files import checksum, read_json
 from .inference import DecodingConfig
+from .interop import decoding_config
 from .line_translation import (
     DirectOutput, PartialOutput, check_output, live_lines, skip_done, write_lines)
 from .parallel_text import raw_lines, stream_lines, zip_lines
@@ -32,7 +33,7 @@ from .score_report import (
     PICTURES, counted, describe, phenomenon_scores, report, require_matplotlib, save_plot)
 from .text_streams import SentenceSplitter
 from .train_command import chosen_device
-from .translator import SHIPPED, Translator, decoding_config
+from .translator import SHIPPED, Translator
 
 SEARCH = ('How to search for translations. The defaults are the settings stored with the model, or the paper\'s.',
           ('length_penalty', 'length_penalty_offset', 'max_extra_tokens', 'min_length', 'no_repeat_ngram_size',
@@ -430,5 +431,5 @@ class Attention(Command):
             raise ValueError('the sentence is blank: give a sentence in quotes')
         check_output(self.output, [], self.overwrite)
         translator = load(self.model, self.common)
-        translator.explore(self.text, self.translation).save(self.output)
+        translator.explore(self.text, self.translation).save(self.output, overwrite=True)
         print(f'{self.output} is written: open it in a browser')

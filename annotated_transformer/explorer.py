@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .attention_maps import AttentionMaps
-from .files import atomic_write
+from .files import atomic_write, check_new_file
 
 def chart_libraries() -> tuple[Any, Any]:
     """Import the libraries that draw. Raises ImportError that says how to install them.
@@ -331,12 +331,14 @@ class Explorer:
         _, vl_convert = chart_libraries()
         return vl_convert.vegalite_to_png(self.spec, vl_version=self.version, scale=scale)
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the complete page, or leave the old file untouched. Raises OSError.
 
-        :param path: an HTML file to create or replace, in a folder that exists
+        :param path: an HTML file, in a folder that exists
+        :param overwrite: replace a file that exists; otherwise FileExistsError
         :return: the file
         """
+        path = check_new_file(path, overwrite)
         return atomic_write(path, self.html().encode('utf-8', errors='replace'))
 
     def _repr_html_(self) -> str:

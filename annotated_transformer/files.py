@@ -2,8 +2,8 @@
 
 """Files: write a file or a folder so that a crash leaves the old one or the new one, never half of either."""
 
-__all__ = ['atomic_open', 'atomic_write', 'sync_folder', 'replace_atomically', 'recover', 'atomic_folder', 'checksum', 'to_json',
-           'read_json']
+__all__ = ['atomic_open', 'atomic_write', 'sync_folder', 'replace_atomically', 'recover', 'atomic_folder', 'check_path',
+           'check_new_file', 'checksum', 'to_json', 'read_json']
 
 import contextlib
 import errno
@@ -123,6 +123,37 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+def check_path(path, name: str = 'path') -> Path:
+    """Return a path. Raises TypeError for what is no path, ValueError for an empty string.
+
+    :param path: what was given
+    :param name: of the argument
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f'{name} must be a path, got {type(path).__name__}: write it as a string or a pathlib.Path')
+    if path == '':
+        raise ValueError(f"{name}='' is empty: give a name")
+    return Path(path)
+
+def check_new_file(path: str | Path, overwrite: bool = False) -> Path:
+    """Return the path of a file to write.
+
+    Raises FileExistsError if it exists and may not be replaced, IsADirectoryError, or FileNotFoundError if its
+    folder
+    is missing.
+
+    :param path: a file to write
+    :param overwrite: it may replace a file
+    """
+    path = check_path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f'{path} is a folder: name a file')
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f'{path} cannot be written: there is no folder {path.parent}')
+    if path.is_file() and not overwrite:
+        raise FileExistsError(f'{path} exists: choose another file, or use overwrite=True to replace it')
+    return path
 
 def checksum(path: str | Path) -> dict[str, Any]:
     "Return a file's size in bytes and its SHA-256: {'size': ..., 'sha256': ...}. Raises OSError."

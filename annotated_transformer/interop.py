@@ -3,10 +3,10 @@
 """Other implementations: move a model to PyTorch's own module, to transformers or to CTranslate2, bring Marian models
 in, and check that the tokens stay the same."""
 
-__all__ = ['TORCH_NAMES', 'CTRANSLATE2_NAMES', 'OTHER_SEARCH', 'require', 'check_new', 'read_model_folder', 'torch_pairs',
-           'to_torch_transformer', 'torch_settings', 'from_torch_transformer', 'read_generation', 'import_marian',
-           'marian_generation', 'export_marian', 'ctranslate2_library', 'fill_slot', 'find_slot', 'fill_stack',
-           'require_ctranslate2', 'ctranslate2_spec', 'export_ctranslate2']
+__all__ = ['TORCH_NAMES', 'CTRANSLATE2_NAMES', 'OTHER_SEARCH', 'require', 'check_new', 'decoding_config', 'read_model_folder',
+           'torch_pairs', 'to_torch_transformer', 'torch_settings', 'from_torch_transformer', 'read_generation',
+           'import_marian', 'marian_generation', 'export_marian', 'ctranslate2_library', 'fill_slot', 'find_slot',
+           'fill_stack', 'require_ctranslate2', 'ctranslate2_spec', 'export_ctranslate2']
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoints import kind_of, load_model, save_model, training_record
-from .files import atomic_folder, atomic_write, read_json, to_json
+from .files import atomic_folder, atomic_write, check_path, read_json, to_json
 from .inference import DecodingConfig
 from .layers import Decoder, Encoder
 from .marian import (
     ACTIVATIONS, MARIAN_IDS, OWN_TOKENIZER, marian_config, marian_model, marian_weights, read_marian_config,
     read_marian_tokenizer, read_marian_weights, transformers_tokenizer)
+from .run_folder import MODEL_FILES, check_model_folder
 from .transformer import Transformer, TransformerConfig
 from .vocabulary import BOS, EOS, PAD, SPECIALS, UNK, Tokenizer, load_tokenizer
 
@@ -94,26 +95,35 @@ def require(config, library: str, kinds: Sequence[str], **allowed: tuple) -> Non
                              f'{config.n_heads} heads')
 
 def check_new(folder: str | Path) -> Path:
-    "Return the path of a folder to write. Raises FileExistsError if it exists."
-    folder = Path(folder)
+    "Return the path of a folder to write. Raises FileExistsError, or TypeError or ValueError for what is no path."
+    folder = check_path(folder, 'folder')
     if folder.exists():
-        raise FileExistsError(f'{folder} exists: choose another folder')
+        raise FileExistsError(f'{folder} exists: choose another folder, or remove it first')
     return folder
 
-def read_model_folder(folder: str | Path) -> tuple[nn.Module, Tokenizer, DecodingConfig]:
-    "Read model, tokenizer and decoding settings. Raises FileNotFoundError or ValueError that names the file at fault."
-    folder = Path(folder)
+def decoding_config(training: dict, path: str | Path = 'training.json') -> DecodingConfig:
+    "Return the decoding settings stored with a model. Raises ValueError that names the file."
+    try:
+        return DecodingConfig(**training.get('decoding', {}))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'{path}: invalid "decoding" settings: {error}') from None
+
+def read_model_folder(folder: str | Path) -> tuple[nn.Module, Tokenizer, dict]:
+    """Read a model folder or a checkpoint. Raises FileNotFoundError or ValueError that names the file at fault.
+
+    :return: model, tokenizer, content of training.json
+    """
+    folder = check_path(folder, 'folder')
+    check_model_folder(folder, (*MODEL_FILES, 'tokenizer.json'))
     model = load_model(folder)
-    if not (folder / 'tokenizer.json').is_file():
-        raise FileNotFoundError(f'{folder} is not a model folder: it has no tokenizer.json')
     tokenizer = load_tokenizer(folder / 'tokenizer.json')
     if len(tokenizer) != model.config.vocab_size:
-        raise ValueError(f'{folder}: the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}')
-    try:
-        decoding = DecodingConfig(**training_record(folder).get('decoding', {}))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f'{folder}/training.json: invalid "decoding" settings: {error}') from None
-    return model, tokenizer, decoding
+        raise ValueError(f'{folder}: tokenizer.json has {len(tokenizer)} tokens, the model has '
+                         f'{model.config.vocab_size}: restore the tokenizer that the model was trained with')
+    path = folder / 'training.json'
+    training = read_json(path) if path.is_file() else training_record(folder) # a checkpoint has none
+    decoding_config(training, path) # raises ValueError for invalid settings
+    return model, tokenizer, training
 
 def torch_pairs(
     ours: Encoder | Decoder,
@@ -268,7 +278,8 @@ def export_marian(model_folder: str | Path, folder: str | Path) -> Path:
     :return: `folder`
     """
     folder = check_new(folder)
-    model, tokenizer, decoding = read_model_folder(model_folder)
+    model, tokenizer, training = read_model_folder(model_folder)
+    decoding = decoding_config(training)
     require(model.config, 'Marian', ('transformer', 'marian'), norm=('post',), positions=('sinusoidal',))
     files = transformers_tokenizer(tokenizer, model.config.max_len)
     files['config.json'] = to_json(marian_config(model.config))
@@ -363,11 +374,11 @@ def export_ctranslate2(model_folder: str | Path, folder: str | Path, quantizatio
     if quantization is not None and quantization not in known:
         raise ValueError(f'quantization={quantization!r} is unknown: choose one of {", ".join(known)}')
     folder = check_new(folder)
-    model, tokenizer, decoding = read_model_folder(model_folder)
+    model, tokenizer, training = read_model_folder(model_folder)
     spec = ctranslate2_spec(model, tokenizer)
     spec.validate()
     spec.optimize(quantization=quantization)
-    settings = {'max_len': model.config.max_len, 'decoding': asdict(decoding)}
+    settings = {'max_len': model.config.max_len, 'decoding': asdict(decoding_config(training))}
     with atomic_folder(folder) as partial:
         spec.save(str(partial))
         tokenizer.save(partial / 'tokenizer.json')

@@ -321,7 +321,7 @@ def open_run(
         if start_over or not (out / 'run.json').is_file():
             rehearse(config, corpus, tokenizer, progress_bar)
         claim_folder(out, config, start_over)
-        tokenizer.save(out / 'tokenizer.json')
+        tokenizer.save(out / 'tokenizer.json', overwrite=True)
     processes.barrier()
     return corpus, load_tokenizer(out / 'tokenizer.json')
 
@@ -402,7 +402,7 @@ def locked_run(
 
     def save(model, folder):
         save_model(model, folder)
-        tokenizer.save(Path(folder) / 'tokenizer.json')
+        tokenizer.save(Path(folder) / 'tokenizer.json', overwrite=True)
 
     trainer = Trainer(model, loader, val_batches, config.training, out, evaluation.bleu, save, progress_bar, on_log,
                       processes)
@@ -438,4 +438,4 @@ def save_scored(
     progress['epochs'] = trainer.progress.epoch + trainer.progress.batch / len(trainer.loader)
     translator.training |= {'run': settings_dict(config), 'progress': progress, 'val': asdict(scores),
                             'versions': versions(), 'data': read_json(out / 'run.json').get('data', {})}
-    translator.save(out)
+    translator.write_files(out)

@@ -2,9 +2,10 @@
 
 """The folder of a run: one process at a time, the settings that it began with, and the data that it began with."""
 
-__all__ = ['RUN_FILES', 'LIMITS', 'LOCK', 'settings_dict', 'numbered', 'resumable_settings', 'differences', 'read_run_json',
-           'stored_settings', 'data_files', 'data_record', 'changed_files', 'check_data', 'check_model_folder',
-           'is_finished', 'claim_folder', 'try_lock', 'lock_holder', 'is_same_file', 'lock_file', 'lock_folder']
+__all__ = ['RUN_FILES', 'LIMITS', 'LOCK', 'MODEL_FILES', 'settings_dict', 'numbered', 'resumable_settings', 'differences',
+           'read_run_json', 'stored_settings', 'data_files', 'data_record', 'changed_files', 'check_data',
+           'is_finished', 'check_own_files', 'claim_folder', 'is_model_folder', 'check_model_folder', 'is_part_of_run',
+           'check_new_model', 'try_lock', 'lock_holder', 'is_same_file', 'lock_file', 'lock_folder']
 
 import contextlib
 import json
@@ -17,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .corpora import PATH_OPTIONS, CorpusConfig
-from .files import atomic_write, checksum, to_json
+from .files import atomic_write, check_path, checksum, to_json
 from .parallel_text import as_paths
 
 RUN_FILES = ('run.json', 'log.jsonl', 'clock.jsonl', 'samples.jsonl', 'tensorboard', 'config.json',
@@ -74,7 +75,10 @@ def read_run_json(path: Path) -> dict:
         settings['corpus']['corpus']
         return settings
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f'{path} is damaged ({error!r}): use --overwrite to start over') from None
+        advice = 'use --overwrite to start over'
+        if path.name == 'training.json': # written at the end of the run, which makes it again
+            advice = 'delete it to resume'
+        raise ValueError(f'{path} is damaged, or not of this run ({error!r}): {advice}') from None
 
 def stored_settings(path: Path) -> dict:
     "Return the settings in a run's `run.json` or `training.json`. Raises ValueError that names a damaged file."
@@ -131,21 +135,6 @@ def check_data(out: Path, old: dict[str, dict], new: dict[str, dict]) -> None:
         raise ValueError(f'the data of {out} is not what it was trained on: {"; ".join(changed)}. Restore it to '
                          f'resume, or start a new run from this one: another --out with --start-from {out}')
 
-def check_model_folder(folder: Path, names: Sequence[str] = ('config.json', 'model.safetensors')) -> None:
-    "Raise FileNotFoundError that says which of these files a folder lacks, or that its run has not finished."
-    missing = [name for name in names if not (folder / name).is_file()]
-    if not missing:
-        return
-    checkpoints = sorted(folder.glob('checkpoints/step-????????'))
-    problem = f'is not a model folder: it has no {missing[0]}'
-    if not folder.exists():
-        problem = 'is not a model folder: it does not exist'
-    elif checkpoints:
-        problem = f'holds a run that has not finished: wait, or use its newest checkpoint, {checkpoints[-1]}'
-    elif (folder / 'run.json').is_file():
-        problem = 'holds a run that has not finished, and has no checkpoint yet'
-    raise FileNotFoundError(f'{folder} {problem}')
-
 def is_finished(out: Path, config) -> bool:
     "Whether the folder holds this run, finished with these limits."
     path = out / 'training.json'
@@ -155,6 +144,27 @@ def is_finished(out: Path, config) -> bool:
     settings = settings_dict(config)
     same_limits = all(stored['training'].get(name) == settings['training'][name] for name in LIMITS)
     return same_limits and resumable_settings(stored) == resumable_settings(settings)
+
+def check_own_files(out: Path, config) -> None:
+    """Raise ValueError that names the files of a run that files of another model have replaced.
+
+    :param out: the run's folder
+    :param config: `recipe.RunConfig`
+    """
+    replaced = []
+    checkpoints = sorted(out.glob('checkpoints/step-????????'))
+    for name in ('config.json', 'tokenizer.json') if checkpoints else ():
+        paths = [out / name, checkpoints[-1] / name]
+        if all(path.is_file() for path in paths) and paths[0].read_bytes() != paths[1].read_bytes():
+            replaced.append(name)
+    path = out / 'training.json'
+    if path.is_file() and resumable_settings(stored_settings(path)) != resumable_settings(settings_dict(config)):
+        replaced.append('training.json')
+    if replaced:
+        source = checkpoints[-1] if checkpoints else 'a copy of the run'
+        raise ValueError(f'{out} holds files of another model, which replaced those of this run: '
+                         f'{", ".join(replaced)}. To resume, delete training.json, and copy config.json and '
+                         f'tokenizer.json from {source}')
 
 def claim_folder(out: Path, config, overwrite: bool = False) -> None:
     """Make `out` the folder of this run.
@@ -177,6 +187,7 @@ def claim_folder(out: Path, config, overwrite: bool = False) -> None:
             raise ValueError(f'{out} holds a run with other settings ({"; ".join(found)}): choose another --out, or '
                              'use --overwrite to start over')
         check_data(out, read_run_json(run_file).get('data', {}), data)
+        check_own_files(out, config)
         if (out / 'training.json').is_file() and not any(out.glob('checkpoints/step-*')):
             raise ValueError(f'{out} holds a finished run without checkpoints, which cannot resume: choose another '
                              '--out with --start-from this one, or use --overwrite to start over')
@@ -189,6 +200,62 @@ def claim_folder(out: Path, config, overwrite: bool = False) -> None:
                 path.unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     atomic_write(run_file, to_json(settings_dict(config) | {'data': data}))
+
+MODEL_FILES = ('config.json', 'model.safetensors')
+
+def is_model_folder(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in MODEL_FILES)
+
+def check_model_folder(folder: Path, names: Sequence[str] = MODEL_FILES) -> None:
+    """Raise FileNotFoundError that says what is missing, and what would be right.
+
+    :param names: files that it must have
+    """
+    missing = [name for name in names if not (folder / name).is_file()]
+    if not missing:
+        return
+    checkpoints = sorted(folder.glob('checkpoints/step-????????'))
+    models = sorted(path.name for path in folder.glob('*') if is_model_folder(path))
+    problem = f'is not a model folder: it has no {missing[0]}'
+    if folder.is_file():
+        problem = 'is a file, not a model folder'
+        if is_model_folder(folder.parent):
+            problem += f': use its folder, {folder.parent}'
+    elif not folder.exists():
+        problem = 'is not a model folder: it does not exist'
+    elif checkpoints:
+        problem = f'holds a run that has not finished: wait, or use its newest checkpoint, {checkpoints[-1]}'
+    elif (folder / 'run.json').is_file():
+        problem = 'holds a run that has not finished, and has no checkpoint yet'
+    elif models and not is_model_folder(folder):
+        problem += f', but it holds model folders: use {folder / models[-1]}'
+        if len(models) > 1:
+            problem += f', or another of {len(models)}'
+    raise FileNotFoundError(f'{folder} {problem}')
+
+def is_part_of_run(folder: Path) -> bool:
+    "Whether a folder is that of a run, or of one of its checkpoints."
+    has_files = any((folder / name).exists() for name in ('run.json', 'checkpoints', 'progress.json'))
+    places = [folder.resolve(), folder.resolve().parent]
+    return has_files or any(place.name == 'checkpoints' and (place.parent / 'run.json').exists() for place in places)
+
+def check_new_model(folder: str | Path, overwrite: bool = False) -> Path:
+    """Return the path of a model folder to write. Raises TypeError, ValueError, NotADirectoryError, FileExistsError.
+
+    :param folder: where a model is to be written
+    :param overwrite: it may replace a model, but never the files of a run
+    """
+    folder = check_path(folder, 'folder')
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f'{folder} is a file: name a folder')
+    if is_part_of_run(folder):
+        raise FileExistsError(f'{folder} belongs to a training run, which needs its files to resume: '
+                              'choose another folder')
+    found = [name for name in (*MODEL_FILES, 'tokenizer.json', 'training.json') if (folder / name).exists()]
+    if found and not overwrite:
+        raise FileExistsError(f'{folder} holds a model already ({", ".join(found)}): '
+                              'choose another folder, or use overwrite=True to replace it')
+    return folder
 
 def try_lock(file) -> bool:
     "Lock an open file for this process until it is closed. False: another process holds the lock."

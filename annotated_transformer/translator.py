@@ -2,8 +2,8 @@
 
 """Translator: translate, score, sample and inspect with one object: text in, text out."""
 
-__all__ = ['FILES', 'SHIPPED', 'AnyTranslator', 'decoding_config', 'load_parts', 'TextModel', 'Translation', 'decoded',
-           'translate_rows', 'translate_stream', 'ScoringModel', 'TranslateSettings', 'shared_copy', 'Translator']
+__all__ = ['FILES', 'SHIPPED', 'AnyTranslator', 'TextModel', 'Translation', 'decoded', 'translate_rows', 'translate_stream',
+           'ScoringModel', 'TranslateSettings', 'shared_copy', 'Translator']
 
 import copy
 import math
@@ -23,39 +23,23 @@ from typing_extensions import Unpack
 
 from .attention_maps import AttentionMaps, attention_maps
 from .batches import pad_rows
-from .checkpoints import load_model, save_model
+from .checkpoints import save_model
 from .decoding import score_translations
 from .distributed import usable_device
 from .engines import CTranslate2Engine, PyTorchEngine, choose_engine
-from .files import atomic_write, read_json, to_json
+from .files import atomic_write, to_json
 from .hub import download_folder, upload_folder, write_model_card
 from .inference import DecodingConfig
+from .interop import decoding_config, read_model_folder
 from .kernels import accelerate
-from .run_folder import check_model_folder
+from .run_folder import check_new_model
 from annotated_transformer.text_streams import (
     InputReport, buffered, changed_settings, length_groups, refuse_unknown, require, require_numbers, require_pairs,
     require_prefix)
-from .vocabulary import BOS, EOS, UNK, Tokenizer, load_tokenizer
+from .vocabulary import BOS, EOS, UNK, Tokenizer
 
 FILES = ('config.json', 'model.safetensors', 'tokenizer.json', 'training.json') # of a model folder
 SHIPPED = Path(str(files('annotated_transformer'))) / 'data/toy-ende' # the model that comes with the package
-
-def decoding_config(training: dict, path: str | Path = 'training.json') -> DecodingConfig:
-    "Return the decoding settings stored with a model. Raises ValueError that names the file."
-    try:
-        return DecodingConfig(**training.get('decoding', {}))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f'{path}: invalid "decoding" settings: {error}') from None
-
-def load_parts(folder: Path, device: str | torch.device | None) -> tuple[nn.Module, Tokenizer, dict]:
-    "Load model, tokenizer and training.json. Raises FileNotFoundError or ValueError that names the file at fault."
-    device = usable_device(device)
-    check_model_folder(folder, FILES[:3]) # a checkpoint has no training.json
-    model = load_model(folder)
-    tokenizer = load_tokenizer(folder / 'tokenizer.json')
-    training = read_json(folder / 'training.json', {})
-    decoding_config(training, folder / 'training.json') # raises an error for invalid settings
-    return accelerate(model.to(device)), tokenizer, training
 
 class TextModel:
     """A model with its tokenizer.
@@ -85,11 +69,22 @@ class TextModel:
         "The model's own decoding settings: `decoding` in its training.json, or else the paper's (section 6.1)."
         return decoding_config(self.training)
 
-    def save(self, folder: str | Path) -> None:
-        "Write `config.json`, `model.safetensors`, `tokenizer.json`, `training.json` and a model card. Raises OSError."
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
+        """Write a model folder: config.json, model.safetensors, tokenizer.json, training.json and a model card.
+
+        Raises FileExistsError if the folder holds a model, and always if it belongs to a training run; other
+        OSError.
+
+        :param folder: created if missing
+        :param overwrite: replace a model that is there
+        """
+        self.write_files(check_new_model(folder, overwrite))
+
+    def write_files(self, folder: Path) -> None:
+        "Write the files of a model folder, replacing those that are there. Raises OSError."
         save_model(self.model, folder)
-        self.tokenizer.save(Path(folder) / 'tokenizer.json')
-        atomic_write(Path(folder) / 'training.json', to_json(self.training))
+        self.tokenizer.save(folder / 'tokenizer.json', overwrite=True)
+        atomic_write(folder / 'training.json', to_json(self.training))
         write_model_card(folder)
 
     def push_to_hub(
@@ -105,7 +100,7 @@ class TextModel:
         :return: address of the repository
         """
         with tempfile.TemporaryDirectory() as folder:
-            self.save(folder)
+            self.write_files(Path(folder))
             return upload_folder(folder, repo_id, private, message, card)
 
     def new_report(self, what: str, strict: bool = False) -> InputReport:
@@ -316,7 +311,9 @@ class Translator(ScoringModel):
         :param engine: what decodes: 'pytorch', 'ctranslate2'; 'auto': CTranslate2 where that is possible
         :param compute_type: of CTranslate2: 'int8', ...
         """
-        translator = cls(*load_parts(Path(folder), device))
+        device = usable_device(device)
+        model, tokenizer, training = read_model_folder(folder)
+        translator = cls(accelerate(model.to(device)), tokenizer, training)
         translator.engine = choose_engine(folder, translator.model, translator.tokenizer, engine, compute_type)
         return translator
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import SupportsInt
 
-from .files import atomic_write
+from .files import atomic_write, check_new_file
 
 PAD, BOS, EOS, UNK = range(4)
 SPECIALS = ('<pad>', '<bos>', '<eos>', '<unk>')
@@ -73,8 +73,14 @@ class Tokenizer:
         "Return the word that a token stands for, or '' for special tokens and later parts of words."
         return self.token(i) if i >= len(SPECIALS) else ''
 
-    def save(self, path: str | Path) -> Path:
-        "Write everything to one JSON file, completely or not at all. Raises OSError."
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write everything to one file, completely or not at all. Raises OSError.
+
+        :param path: a JSON file, in a folder that exists
+        :param overwrite: replace a file that exists; otherwise FileExistsError
+        :return: the file
+        """
+        path = check_new_file(path, overwrite)
         state = {'format': 'annotated_transformer tokenizer', 'kind': self.kind, 'langs': list(self.langs)}
         state |= self.state()
         return atomic_write(path, json.dumps(state, ensure_ascii=False, indent=1) + '\n')

@@ -37,7 +37,7 @@ def main():
     corpus = load_corpus(run.corpus)
     scores = {split: evaluate(translator, corpus[split])[0] for split in ('test', 'test_long', 'test_combinations')}
     translator.training |= {split: asdict(found) for split, found in scores.items()} | about()
-    translator.save(args.out)
+    translator.save(args.out, overwrite=True)
     if args.out == SHIPPED:
         atomic_write(RESULTS / 'shipped-model.log.jsonl', ''.join(json.dumps(row) + '\n' for row in log))
     for split, found in scores.items():

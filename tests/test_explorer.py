@@ -121,9 +121,11 @@ def test_files_are_complete_or_untouched(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, 'replace', fails)
         with pytest.raises(OSError, match='No space left'):
-            explorer.save(path)
+            explorer.save(path, overwrite=True)
+    with pytest.raises(FileExistsError, match='attention.html exists: choose another file, or use overwrite=True'):
+        explorer.save(path)
     assert path.read_text() == 'old' and list(tmp_path.iterdir()) == [path]
-    assert explorer.save(str(path)) == path and path.read_text(encoding='utf-8') == explorer.html()
+    assert explorer.save(str(path), overwrite=True) == path and path.read_text(encoding='utf-8') == explorer.html()
     with pytest.raises(FileNotFoundError, match='nowhere'):
         explorer.save(tmp_path / 'nowhere' / 'attention.html')
 

@@ -88,7 +88,7 @@ def test_a_card_that_was_changed_is_kept(tmp_path):
     path = tmp_path / 'README.md'
     original = path.read_text()
     path.write_text(original.replace('# Translation', '# Great translation'))
-    translator.save(tmp_path)
+    translator.save(tmp_path, overwrite=True)
     assert path.read_text() == original
     path.write_text('# My model')
     write_model_card(tmp_path)

@@ -326,7 +326,7 @@ def test_a_folder_that_is_not_a_model(tmp_path, function):
     with pytest.raises(FileNotFoundError, match='it has no tokenizer.json'):
         function(tmp_path / 'ours', tmp_path / 'out')
     WordTokenizer([*SPECIALS, 'a'], ('en', 'de')).save(tmp_path / 'ours' / 'tokenizer.json')
-    with pytest.raises(ValueError, match='the tokenizer has 5 tokens, the model 250'):
+    with pytest.raises(ValueError, match='tokenizer.json has 5 tokens, the model has 250: restore'):
         function(tmp_path / 'ours', tmp_path / 'out')
 
 

@@ -5,13 +5,15 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from annotated_transformer.corpora import CorpusConfig
 from annotated_transformer.recipe import RunConfig
 from annotated_transformer.run_folder import (
-    LOCK, claim_folder, data_files, differences, is_finished, lock_folder, settings_dict, stored_settings)
+    LOCK, check_model_folder, claim_folder, data_files, differences, is_finished, lock_folder, settings_dict,
+    stored_settings)
 from annotated_transformer.trainer import TrainConfig
 from annotated_transformer.transformer import TransformerConfig
 
@@ -90,6 +92,69 @@ def test_a_run_without_a_record_of_its_data_resumes(table, tmp_path):
     claim_folder(out, make_run(table))
     (out / 'run.json').write_text(json.dumps(settings_dict(make_run(table))))
     claim_folder(out, make_run(table))
+
+
+# --- files of other models
+
+def write_model(folder, name):
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in ('config.json', 'model.safetensors', 'tokenizer.json'):
+        (folder / file).write_text(name)
+
+
+def test_files_of_another_model_are_named(table, tmp_path):
+    out = tmp_path / 'run'
+    config = make_run(table)
+    claim_folder(out, config)
+    checkpoint = out / 'checkpoints' / 'step-00000010'
+    write_model(checkpoint, 'own')
+    claim_folder(out, config) # has not finished: the run has no model yet
+    write_model(out, 'own')
+    (out / 'training.json').write_text(json.dumps({'run': settings_dict(config)}))
+    claim_folder(out, config)
+    claim_folder(out, make_run(table, max_steps=9)) # another limit, the same run
+
+    (out / 'tokenizer.json').write_text('other')
+    with pytest.raises(ValueError, match=f'{out} holds files of another model, .*: tokenizer.json. .*{checkpoint}'):
+        claim_folder(out, config)
+    write_model(out, 'other')
+    (out / 'training.json').write_text(json.dumps({'run': settings_dict(make_run(table, seed=2))}))
+    with pytest.raises(ValueError, match='this run: config.json, tokenizer.json, training.json. To resume, delete'):
+        claim_folder(out, config)
+    (out / 'training.json').write_text('{}') # a model that was not trained here has no record of a run
+    for call in (lambda: claim_folder(out, config), lambda: is_finished(out, config)):
+        with pytest.raises(ValueError, match='training.json is damaged, or not of this run .*: delete it to resume'):
+            call()
+
+    (out / 'training.json').unlink() # what the messages say
+    for name in ('config.json', 'tokenizer.json'):
+        (out / name).write_bytes((checkpoint / name).read_bytes())
+    claim_folder(out, config)
+    (out / 'tokenizer.json').write_text('other')
+    claim_folder(out, config, overwrite=True)
+
+
+def test_a_wrong_path_to_a_model_says_what_would_be_right(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / 'first', 'a')
+    write_model(tmp_path / 'second', 'b')
+    (tmp_path / 'pairs.tsv').write_text('a\tb\n')
+    for name, message in [('frist', 'frist is not a model folder: it does not exist$'),
+                          ('pairs.tsv', 'pairs.tsv is a file, not a model folder$'),
+                          ('first/config.json', 'config.json is a file, not a model folder: use its folder, first$'),
+                          ('.', 'it has no config.json, but it holds model folders: use second, or another of 2$')]:
+        with pytest.raises(FileNotFoundError, match=message):
+            check_model_folder(Path(name))
+    check_model_folder(Path('first'))
+    with pytest.raises(FileNotFoundError, match='first is not a model folder: it has no training.json$'):
+        check_model_folder(Path('first'), ('config.json', 'training.json'))
+    (tmp_path / 'run').mkdir()
+    for i in (10, 20):
+        write_model(tmp_path / f'run/checkpoints/step-000000{i}', 'c')
+    with pytest.raises(FileNotFoundError, match='its newest checkpoint, run/checkpoints/step-00000020$'):
+        check_model_folder(Path('run'))
+    with pytest.raises(FileNotFoundError, match='use run/checkpoints/step-00000020, or another of 2$'):
+        check_model_folder(Path('run/checkpoints'))
 
 
 def test_a_finished_run_is_known_by_its_limits(table, tmp_path):

@@ -101,6 +101,41 @@ def test_a_tokenizer_of_another_model_is_refused(translator):
         Translator(translator.model, other)
 
 
+def test_a_model_that_is_there_is_kept(translator, tmp_path):
+    other = make(seed=1)
+    translator.save(tmp_path / 'mine')
+    before = {path.name: path.read_bytes() for path in (tmp_path / 'mine').iterdir()}
+    with pytest.raises(FileExistsError, match=r'mine holds a model already \(config.json, .*overwrite=True'):
+        other.save(tmp_path / 'mine')
+    assert {path.name: path.read_bytes() for path in (tmp_path / 'mine').iterdir()} == before
+    other.save(tmp_path / 'mine', overwrite=True)
+    assert Translator.load(tmp_path / 'mine', 'cpu').translate(TEXTS, **QUICK) == other.translate(TEXTS, **QUICK)
+    (tmp_path / 'notes').mkdir()
+    (tmp_path / 'notes/diary.txt').write_text('today')
+    other.save(tmp_path / 'notes') # no model there
+    (tmp_path / 'foreign').mkdir()
+    (tmp_path / 'foreign/config.json').write_text('{}')
+    with pytest.raises(FileExistsError, match='config.json'):
+        other.save(tmp_path / 'foreign')
+
+
+def test_the_files_of_a_run_are_always_kept(translator, tmp_path):
+    "They could not resume it with another tokenizer."
+    run = tmp_path / 'run'
+    (run / 'checkpoints/step-00000010').mkdir(parents=True)
+    (run / 'checkpoints/step-00000010/progress.json').write_text('{}')
+    for kept in (run, run / 'checkpoints/step-00000010'):
+        with pytest.raises(FileExistsError, match=f'{kept.name} belongs to a training run'):
+            translator.save(kept)
+    (run / 'run.json').write_text('{}')
+    before = set(tmp_path.rglob('*'))
+    for kept in (run, run / 'checkpoints', run / 'checkpoints/step-00000010', run / 'checkpoints/step-00000020'):
+        with pytest.raises(FileExistsError, match=f'{kept.name} belongs to a training run'):
+            translator.save(kept, overwrite=True)
+    assert set(tmp_path.rglob('*')) == before
+    translator.save(run / 'smaller') # a new folder inside
+
+
 def test_the_hub(folder, translator, tmp_path, monkeypatch):
     uploaded = {}
     def upload_folder(path, repo_id, private, message, card):

@@ -281,7 +281,7 @@ def test_save_and_load_sentencepiece(sentencepiece_tokenizer, tmp_path):
     tokenizer = sentencepiece_tokenizer
     own = SentencePieceTokenizer(tokenizer.files, [tokenizer.vocabularies[0], tokenizer.vocabularies[0][:90]], LANGS)
     for saved in (tokenizer, own):
-        loaded = load_tokenizer(saved.save(tmp_path / 'tokenizer.json'))
+        loaded = load_tokenizer(saved.save(tmp_path / 'tokenizer.json', overwrite=True))
         assert loaded.vocabularies == saved.vocabularies and loaded.files == saved.files
         assert loaded.encode('>>de<< the dog') == saved.encode('>>de<< the dog')
 
