@@ -21,6 +21,7 @@ import tyro
 from .checkpoints import training_record
 from .command_options import Command, Common, Option
 from .corpora import CORPORA, TEXT_OPTIONS, CorpusConfig, load_corpus
+from .data_checks import warn_of_mistakes
 from .engines import ComputeType, EngineName
 from .files import checksum, read_json
 from .inference import DecodingConfig
@@ -29,6 +30,7 @@ from .line_translation import (
     DirectOutput, PartialOutput, check_output, live_lines, skip_done, write_lines)
 from .parallel_text import raw_lines, stream_lines, zip_lines
 from .run_folder import changed_files, data_record, lock_file
+from .run_reports import first_pair, language_name
 from .score_report import (
     PICTURES, counted, describe, phenomenon_scores, report, require_matplotlib, save_plot)
 from .text_streams import SentenceSplitter
@@ -237,14 +239,20 @@ class Evaluate(Command):
         config, split, name = self.test_set(langs)
         corpus = load_corpus(config)
         if corpus.langs != langs:
-            raise ValueError(f'{self.model or SHIPPED} translates {"-".join(langs)}, not {"-".join(corpus.langs)}')
+            raise ValueError(f'{self.model or SHIPPED} translates {"-".join(langs)}, not {"-".join(corpus.langs)}: '
+                             'leave --pair out. (The command that trained a model on your own data renames its '
+                             'languages, with another --pair.)')
         pairs = list(corpus[split])
         sources = [src for src, _ in pairs]
         references = [tgt for _, tgt in pairs]
         check_lines(others, len(references))
         if not self.json:
-            print(f'Translating {counted(len(pairs), "sentence")} of {name} from {langs[0]} to {langs[1]} '
-                  f'on {translator.device} with {translator.engine.name}', file=sys.stderr)
+            source, target = map(language_name, langs)
+            print(f'Translating {counted(len(pairs), "sentence")} of {name} from {source} to {target} '
+                  f'on {translator.device} with {translator.engine.name}. The first pair:', file=sys.stderr)
+            print(*[f'  {line}' for line in first_pair(pairs, langs)], sep='\n', file=sys.stderr)
+        if self.tsv or self.src:
+            warn_of_mistakes(pairs, str(self.tsv or self.src), self.tsv is not None)
         start = time.monotonic()
         translations = translator.translate(sources, progress_bar=not self.json, **search_settings(self.decoding))
         seconds = time.monotonic() - start

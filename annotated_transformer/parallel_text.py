@@ -230,7 +230,10 @@ def table_row(line: str, settings: dict[str, str], where: str) -> list[str]:
     "The columns of a row, two or more. Raises ValueError that starts with `where`."
     row = anki_row(line, settings, where) if settings else line.split('\t')
     if len(row) < 2:
-        raise BadLine(f'{where}: one column, but a row is source, tab, target', 'one column')
+        hint = '. Lines that begin with # are not skipped: delete them' if line.startswith('#') else ''
+        if '.csv, ' in where:
+            hint = '. Commas and semicolons do not separate columns: save the table as tab-separated text'
+        raise BadLine(f'{where}: one column, but a row is source, tab, target{hint}', 'one column')
     return row
 
 def anki_row(line: str, settings: dict[str, str], where: str) -> list[str]:
@@ -277,6 +280,9 @@ def table_pairs(
             if is_header(row):
                 warnings.warn(f'{path}: the first row looks like a header ({row[0]}, {row[1]}), and is read as a '
                               'sentence pair: if it is a header, use skip_header')
+            elif row[0].startswith('#'):
+                warnings.warn(f'{path}: the first row begins with # ({row[0][:30]}), and is read as a sentence pair: '
+                              'if it is a header or a comment, use skip_header, or delete such rows')
         if numbered and not is_numbered(row):
             raise ValueError(f'{path}, line {number}: no numbers before the sentences, as in the rows above')
         yield (row[1], row[3]) if numbered else (row[0], row[1])

@@ -266,6 +266,74 @@ def test_a_run_explains_itself(tmp_path, run, fails):
     assert 'resumes     after step 20' in run(*args, '--max-steps', 30).out
 
 
+def mojibake(pairs):
+    return [(src, tgt.replace('t', 'ä').encode().decode('cp1252')) for src, tgt in pairs]
+
+
+# second trial, point 1
+@pytest.mark.parametrize('change, message', [
+    (lambda pairs: [(f'"{src}"', f'"{tgt}"') for src, tgt in pairs], 'both sentences are in double quotes'),
+    (lambda pairs: [(str(number), f'{src}\t{tgt}') for number, (src, tgt) in enumerate(pairs)], 'cut -f2,3 FILE > NEW'),
+    (lambda pairs: [(src, src) for src, _ in pairs[:9]] + pairs[9:], 'source and target are equal'),
+    (mojibake, 'encoded twice (Ã¤ instead of ä): iconv -f UTF-8 -t WINDOWS-1252'),
+    (lambda pairs: [('# English', 'German sentence'), *pairs], 'begins with # (# English)'),
+    (lambda pairs: pairs, '')])
+def test_likely_mistakes_in_the_data_are_warned_about_once(tmp_path, run, change, message):
+    table = write_tsv(tmp_path / 'pairs.tsv', change(PAIRS))
+    for args in (['train', '--pair', 'en-de', '--out', tmp_path / 'run', *SMALL, '--max-steps', 2],
+                 ['evaluate', '--samples', 0, '--max-extra-tokens', 1]):
+        warned = [line for line in run(*args, '--tsv', table).err.splitlines() if f'{table}: ' in line]
+        assert len(warned) == bool(message), warned
+        assert all(message in line for line in warned), warned
+
+
+def test_a_comment_and_a_csv_file_are_explained(tmp_path, fails):
+    (tmp_path / 'a.tsv').write_text('# my pairs\na dog\tein Hund\n')
+    (tmp_path / 'a.csv').write_text('a dog,ein Hund\n')
+    assert 'Lines that begin with # are not skipped: delete them' in fails('train', '--tsv', tmp_path / 'a.tsv')
+    assert 'save the table as tab-separated text' in fails('train', '--tsv', tmp_path / 'a.csv')
+
+
+def test_the_first_pair_is_shown_with_its_languages(tmp_path, run):
+    table = write_tsv(tmp_path / 'pairs.tsv', [(tgt, src) for src, tgt in PAIRS]) # swapped, which a person sees
+    text = run('train', '--tsv', table, '--pair', 'en-fr', '--out', tmp_path / 'run', *SMALL, '--max-steps', 2).out
+    assert re.search(r'Training English to French \(en-fr\).*\n +first pair +English: DOG \w+ t !\n +French: +the dog \w+ \.\n', text)
+    shown = run('evaluate', '--tsv', table, '--samples', 0, '--max-extra-tokens', 1).err
+    assert 'English: DOG run t !' in shown and 'German:  the dog runs .' in shown
+
+
+# second trial, point 2
+def test_languages_are_a_label_that_can_be_changed(tmp_path, run, fails):
+    args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'run', *SMALL]
+    assert 'without --pair, the source is labelled English and the target German' in run(*args).err
+    weights = (tmp_path / 'run/model.safetensors').read_bytes()
+    run('average', tmp_path / 'run', '--n', 2)
+    printed = run(*args, '--pair', 'nl-pt_BR')
+    assert 'is now labelled nl-pt_BR; it was en-de' in printed.out and 'already finished' in printed.out
+    assert (tmp_path / 'run/model.safetensors').read_bytes() == weights
+    for folder in (tmp_path / 'run', tmp_path / 'run/averaged-last-2', *list_checkpoints(tmp_path / 'run')):
+        assert Translator.load(folder).tokenizer.langs == ('nl', 'pt_BR')
+    assert '- pt_BR' in (tmp_path / 'run/README.md').read_text()
+    run('evaluate', '--model', tmp_path / 'run', '--samples', 0, '--max-extra-tokens', 1)
+    printed = run(*args, '--max-steps', 30) # resumes from a checkpoint with its new label, which is kept
+    assert 'Training Dutch to Portuguese (nl-pt_BR)' in printed.out and 'without --pair' not in printed.err
+    run('average', tmp_path / 'run', '--n', 3)
+    words = ['train', '--tsv', tmp_path / 'pairs.tsv', '--out', tmp_path / 'words', *SMALL, '--max-steps', 2, '--tokenizer', 'words']
+    run(*words)
+    assert '--pair was' in fails(*words, '--pair', 'en-fr')
+
+
+# second trial, point 8
+def test_a_run_says_which_limit_it_has_reached(tmp_path, run):
+    args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--pair', 'en-de', '--out', tmp_path / 'run', *SMALL]
+    for limit in (['--max-steps', 7], ['--max-epochs', 9], ['--max-minutes', 0.001]):
+        text = run(*args, '--max-steps', 5000, *limit).out
+        assert f'has reached its limit, {limit[0]} {limit[1]}' in text
+        assert f'to train longer, run the same command with a higher {limit[0]}' in text
+    text = run(*args[:-len(SMALL)], '--overwrite', *SMALL, '--max-steps', 9000, '--save-every', 1, '--patience', 1, '--peak-lr', 5).out
+    assert 'stopped early: 1 validation in a row brought no new best (--patience 1)' in text and 'higher' not in text
+
+
 def test_a_folder_of_other_files_is_not_touched(fails, tmp_path):
     (tmp_path / 'out').mkdir()
     (tmp_path / 'out/thesis.txt').write_text('mine')
