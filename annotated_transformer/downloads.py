@@ -7,6 +7,7 @@ __all__ = ['MULTI30K_LANGS', 'MULTI30K_LINES', 'MULTI30K_COMMIT', 'MULTI30K_MIRR
            'wmt14_files', 'stream_wmt14']
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def download(name: str, folder: str | Path, sha256: str, mirrors: Sequence[str],
     for mirror in mirrors:
         for attempt in range(2):
             try:
-                downloader = pooch.HTTPDownloader(progressbar=progress_bar, timeout=20)
+                shows_bar = progress_bar and sys.stderr.isatty() # no carriage returns in log files
+                downloader = pooch.HTTPDownloader(progressbar=shows_bar, timeout=20)
                 found = pooch.retrieve(f'{mirror}/{name}', f'sha256:{sha256}', name, folder, downloader=downloader)
                 return Path(found)
             except (OSError, ValueError) as error:

@@ -25,12 +25,12 @@ from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from .corpora import check_not_empty
 from .downloads import cache_dir
 from .files import atomic_folder, atomic_write
 from .parallel_text import PairStream
+from .progress import new_bar
 from .vocabulary import Tokenizer, load_tokenizer, train_tokenizer
 
 def arrow_library():
@@ -283,7 +283,7 @@ def make_pairs(
         tasks = shard_tasks(partial, stream, langs, max_len, tokenizer_path)
         sizes = {}
         totals = {'pairs': 0, 'truncated': 0}
-        with tqdm(desc='encoding', unit=' pairs', unit_scale=True, disable=not progress_bar) as bar:
+        with new_bar(desc='encoding', unit=' pairs', unit_scale=True, disable=not progress_bar) as bar:
             for shard in in_parallel(encode_shard, tasks, num_proc):
                 sizes[shard['name']] = shard['bytes']
                 totals['pairs'] += shard['pairs']

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tqdm.auto import tqdm
-
 from .checkpoints import Progress, append_log, best_steps, read_log, truncate_log
+from .progress import Bar, new_bar
 
 class RunLog:
     """What a run reports while it trains.
@@ -42,12 +41,12 @@ class RunLog:
         self.make_writer = tensorboard_writer() if tensorboard else None
         self.writer = None
         self.show_bar = progress_bar
-        self.bar = tqdm(disable=True)
+        self.bar = new_bar(disable=True)
 
-    def open_bar(self) -> tqdm:
+    def open_bar(self) -> Bar:
         "Show the progress bar; close it when training ends."
-        self.bar = tqdm(total=1.0, disable=not self.show_bar,
-                        bar_format='{percentage:3.0f}%|{bar}| {elapsed} elapsed{postfix}')
+        self.bar = new_bar(total=1.0, disable=not self.show_bar,
+                           bar_format='{percentage:3.0f}%|{bar}| {elapsed} elapsed{postfix}')
         return self.bar
 
     def show_progress(self, fraction_done: float, minutes: float) -> None:
@@ -55,7 +54,7 @@ class RunLog:
         left = seconds_left(fraction_done, 60 * minutes, self.seconds_after_training)
         if left is None:
             return
-        self.time_left = tqdm.format_interval(left)
+        self.time_left = Bar.format_interval(left)
         total = 60 * minutes + left
         self.bar.n = 60 * minutes / total if total else 1.0
 

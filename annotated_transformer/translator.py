@@ -18,7 +18,6 @@ from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 from typing_extensions import Unpack
 
 from .attention_maps import AttentionMaps, attention_maps
@@ -32,6 +31,7 @@ from .hub import download_folder, upload_folder, write_model_card
 from .inference import DecodingConfig
 from .interop import decoding_config, read_model_folder
 from .kernels import accelerate
+from .progress import Bar, new_bar
 from .run_folder import check_new_model
 from annotated_transformer.text_streams import (
     InputReport, buffered, changed_settings, length_groups, refuse_unknown, require, require_numbers, require_pairs,
@@ -150,7 +150,7 @@ def decoded(tokenizer: Tokenizer, ids: list[int], prefix: str, prefix_ids: list[
 
 def translate_rows(
     translator: TextModel, rows: list[list[int]], prefixes: list[str], prefix_ids: list[list[int]],
-    config: DecodingConfig, batch_tokens: int, bar: tqdm,
+    config: DecodingConfig, batch_tokens: int, bar: Bar,
 ) -> list[list[Translation]]:
     """Translate sentences in groups of similar length.
 
@@ -183,7 +183,7 @@ def translate_stream(
     report = translator.new_report('sentences', strict)
     prefix_report = translator.new_report('prefixes')
     try:
-        with tqdm(total=total, unit='sentence', disable=not progress_bar) as bar:
+        with new_bar(total=total, unit='sentence', disable=not progress_bar) as bar:
             for buffer in buffers:
                 texts = [report.read(text) for text, _ in buffer]
                 rows = translator.encode(texts, 'src', report)

@@ -15,7 +15,7 @@ PACKAGE = ROOT/'annotated_transformer'
 
 # Each module imports only from lower floors. A new module takes its place here.
 FLOORS = {
-    -1: 'files toy_words', # the standard library alone; whatever writes a file imports files
+    -1: 'files toy_words progress', # the standard library alone; whatever writes a file imports files
     -0.5: 'probes',
     0: 'attention command_options positions vocabulary toy_grammar scoring checks plotting '
        'distributed hub text_streams part_checks input_checks training_checks',

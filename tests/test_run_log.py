@@ -1,10 +1,14 @@
 "What a run reports while it trains, and how it stops."
+import io
 import signal
+import sys
 import threading
 
 import pytest
 
+from annotated_transformer import progress
 from annotated_transformer.checkpoints import Progress, read_log
+from annotated_transformer.progress import new_bar
 from annotated_transformer.run_log import RunLog, catch_signals, seconds_left
 
 
@@ -25,6 +29,37 @@ def test_resuming_drops_later_rows(tmp_path):
     log.start(Progress(step=5))
     for path in (log.log, log.clock, log.samples):
         assert [row['step'] for row in read_log(path)] == [5]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+# second trial, point 9
+@pytest.mark.parametrize('is_terminal', [True, False])
+def test_a_log_file_gets_lines_instead_of_bars(is_terminal, monkeypatch):
+    stream = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr(sys, 'stderr', stream)
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, 'monotonic', lambda: clock[0])
+    with new_bar(total=100, mininterval=0) as bar:
+        for _ in range(100):
+            clock[0] += 1.0
+            bar.update()
+    assert ('\r' in stream.getvalue()) == is_terminal
+    if not is_terminal:
+        lines = stream.getvalue().splitlines()
+        assert len(lines) == 4 and '30/100' in lines[0] and '100/100' in lines[-1], lines
+
+
+def test_validations_stand_between_the_lines_of_a_log_file(tmp_path, capsys):
+    log = RunLog(tmp_path)
+    with log.open_bar():
+        log.show_progress(0.5, 1.0)
+        log.log_validation(Progress(step=5), {'val_loss': 1.0})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == 'step 5: val_loss 1.000' and len(lines) == 2 and lines[1].startswith('50%')
 
 
 def test_initial_metrics_are_written_once(tmp_path):
