@@ -98,6 +98,9 @@ def build_model(config) -> nn.Module:
 
 def config_from_json(fields: dict):
     "Return the config of a `config.json`. Raises ValueError, or TypeError for an unknown field."
+    if 'model_type' in fields:
+        raise ValueError(f'it is of transformers (model_type={fields["model_type"]!r}): convert a Marian model with '
+                         'import_marian')
     if 'kind' not in fields and 'n_layers' in fields:
         raise ValueError('it was written by version 0.1.0: convert the folder with '
                          '`python tools/convert_v1.py OLD NEW` (in the repository)')
@@ -127,7 +130,7 @@ def read_weights(path: str | Path, model: nn.Module) -> dict[str, Tensor]:
     try:
         weights = safetensors.torch.load_file(path)
     except safetensors.SafetensorError as error:
-        raise ValueError(f'{path} is not a safetensors file: {error}') from error
+        raise ValueError(f'{path} is damaged or incomplete, copy it again: {error}') from error
     found = {name: tuple(w.shape) for name, w in weights.items()}
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
     names = sorted({*found, *expected})

@@ -2,10 +2,14 @@
 
 """The Hugging Face Hub: publish a model folder and load it anywhere, by its name."""
 
-__all__ = ['USE', 'SCORES_NOTE', 'DATA_NOTE', 'TRAINING_NOTE', 'CARD_END', 'n_weights', 'table', 'score_rows', 'data_rows',
-           'model_card', 'write_model_card', 'hub_client', 'hub_errors', 'download_folder', 'upload_folder']
+__all__ = ['FILES', 'USE', 'SCORES_NOTE', 'DATA_NOTE', 'TRAINING_NOTE', 'CARD_END', 'n_weights', 'table', 'score_rows',
+           'data_rows', 'model_card', 'has_own_card', 'write_model_card', 'hub_client', 'hub_errors', 'check_name',
+           'download_folder', 'upload_folder']
 
 import math
+import re
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +20,8 @@ from safetensors import safe_open
 from . import __version__
 from .files import atomic_write, read_json
 
+FILES = ('config.json', 'model.safetensors', 'tokenizer.json', 'training.json') # of a model folder
+
 USE = '''```python
 from annotated_transformer.translator import Translator
 
@@ -24,7 +30,7 @@ translator.translate('A sentence.')
 ```
 
 ```sh
-annotated-transformer translate --model {name} "A sentence."
+{download}annotated-transformer translate --model {folder} "A sentence."
 ```'''
 SCORES_NOTE = 'The weights and the settings were chosen on `val`, so its scores are optimistic.'
 DATA_NOTE = ('**Licence:** the data decides what others may do with this model. Its licence is not known here: add it, '
@@ -92,6 +98,10 @@ def model_card(folder: str | Path, name: str | None = None) -> str:
     corpus = run.get('corpus')
     langs = corpus['pair'].split('-') if corpus else []
     local_name = folder.name if folder.is_absolute() else folder.as_posix()
+    use = {'name': local_name, 'folder': local_name, 'download': ''}
+    if name is not None: # the command line reads a folder
+        use = {'name': name, 'folder': name.split('/')[-1]}
+        use['download'] = f'hf download {name} --local-dir {use["folder"]}\n'
     languages = f' from {langs[0]} to {langs[1]}' if langs else ''
     metadata = ['---', *(['language:', *(f'- {lang}' for lang in langs)] if langs else []),
                 'library_name: annotated_transformer', 'pipeline_tag: translation', '---']
@@ -99,7 +109,7 @@ def model_card(folder: str | Path, name: str | None = None) -> str:
     version = training.get('versions', {}).get('annotated_transformer', __version__)
     parts = ['\n'.join(metadata), f'# Translation{languages}',
              f'A model of {n_parameters:,} parameters, made with annotated_transformer {version}.',
-             '## Use', USE.format(name=name or local_name), '## Scores']
+             '## Use', USE.format(**use), '## Scores']
     rows, signatures = score_rows(training)
     if rows:
         parts += [table(['test set', 'sentences', 'BLEU', 'chrF'], rows), '<br>'.join(signatures), SCORES_NOTE]
@@ -118,15 +128,18 @@ def model_card(folder: str | Path, name: str | None = None) -> str:
         parts += ['## Training', table(['setting', 'value'], settings.items()), TRAINING_NOTE]
     return '\n\n'.join([*parts, CARD_END]) + '\n'
 
+def has_own_card(folder: Path) -> bool:
+    "Whether somebody has made the model card of a folder their own."
+    path = folder / 'README.md'
+    return path.exists() and CARD_END not in path.read_text('utf-8')
+
 def write_model_card(folder: str | Path) -> None:
     """Write README.md into a model folder, unless somebody has made it their own. Raises OSError.
 
     :param folder: a model folder
     """
-    path = Path(folder) / 'README.md'
-    if path.exists() and CARD_END not in path.read_text('utf-8'):
-        return
-    atomic_write(path, model_card(folder))
+    if not has_own_card(Path(folder)):
+        atomic_write(Path(folder) / 'README.md', model_card(folder))
 
 def hub_client() -> Any:
     """Import `huggingface_hub`. Raises ImportError that says how to install it.
@@ -152,6 +165,14 @@ def hub_errors(what: str) -> Iterator[None]:
         reason = next(filter(None, str(error).splitlines()), type(error).__name__)
         raise OSError(f'{what}: {reason}') from error
 
+def check_name(repo_id: str, problem: str) -> None:
+    """Raise FileNotFoundError unless this can be a name on the Hub.
+
+    :param problem: the start of the message
+    """
+    if not re.fullmatch(r'(\w[\w.-]*/)?\w[\w.-]*', repo_id):
+        raise FileNotFoundError(f'{problem}, nor a name on the Hugging Face Hub, which has the form owner/name')
+
 def download_folder(repo_id: str, names: Sequence[str], revision: str | None = None) -> Path:
     """Download a model folder. Raises OSError (FileNotFoundError without a config.json) or ImportError.
 
@@ -160,7 +181,11 @@ def download_folder(repo_id: str, names: Sequence[str], revision: str | None = N
     :param revision: branch, tag or commit; default: the newest
     :return: a folder in the hub's cache
     """
-    hub = hub_client()
+    check_name(repo_id, f'{repo_id} is not a folder here')
+    try:
+        hub = hub_client()
+    except ImportError as error:
+        raise ImportError(f'{repo_id} is not a folder here, and {error}') from None
     with hub_errors(f'{repo_id} is not a folder here and could not be fetched from the Hugging Face Hub'):
         folder = Path(hub.snapshot_download(repo_id, revision=revision, allow_patterns=list(names)))
     if not (folder / 'config.json').is_file():
@@ -171,7 +196,7 @@ def upload_folder(
     folder: str | Path, repo_id: str, private: bool = False, message: str = 'Upload a model of annotated_transformer',
     card: str | Path | None = None,
 ) -> str:
-    """Upload a model folder with its card. Raises OSError or ImportError.
+    """Upload the model's files with a card, and no others. The folder stays as it is. Raises OSError or ImportError.
 
     :param folder: a model folder
     :param repo_id: 'owner/name'; the repository is created if it is missing
@@ -180,10 +205,17 @@ def upload_folder(
     :param card: a model card of your own, Markdown; default: one made from the folder
     :return: address of the repository
     """
+    check_name(repo_id, f'{repo_id!r} is not a folder')
     api = hub_client().HfApi()
-    card = Path(card).read_text('utf-8') if card else model_card(folder, repo_id)
-    atomic_write(Path(folder) / 'README.md', card)
-    with hub_errors(f'could not upload {repo_id} to the Hugging Face Hub'):
+    folder = Path(folder)
+    if card is None and has_own_card(folder):
+        card = folder / 'README.md'
+    content = Path(card).read_text('utf-8') if card else model_card(folder, repo_id)
+    with tempfile.TemporaryDirectory() as copy, hub_errors(f'could not upload {repo_id} to the Hugging Face Hub'):
+        for name in FILES:
+            if (folder / name).is_file():
+                shutil.copy(folder / name, copy)
+        atomic_write(Path(copy) / 'README.md', content)
         address = api.create_repo(repo_id, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repo_id, folder_path=str(folder), commit_message=message)
+        api.upload_folder(repo_id=repo_id, folder_path=copy, commit_message=message)
     return str(address)

@@ -3,9 +3,9 @@
 """Inference: decode fast: cache keys and values, translate whole batches, and get the same tokens as the reference
 search."""
 
-__all__ = ['KeyValueCache', 'project_source', 'DecoderState', 'decoder_state', 'DecodingConfig', 'process_logits',
-           'forbid_repeats', 'limits_and_prefixes', 'BeamState', 'rows_to_keep', 'search', 'beam_search', 'greedy',
-           'sample']
+__all__ = ['MAX_BEAM_SIZE', 'KeyValueCache', 'project_source', 'DecoderState', 'decoder_state', 'DecodingConfig',
+           'process_logits', 'forbid_repeats', 'limits_and_prefixes', 'BeamState', 'rows_to_keep', 'search',
+           'beam_search', 'greedy', 'sample']
 
 import math
 from collections.abc import Callable, Sequence
@@ -159,6 +159,7 @@ def decoder_state(model, src):
         return model.decoder_state(src)
     return DecoderState(model, src)
 
+MAX_BEAM_SIZE = 1000
 @dataclass(frozen=True)
 class DecodingConfig:
     """How to search for translations: by default, as in the paper's section 6.1. ValueError if out of range.
@@ -193,8 +194,10 @@ class DecodingConfig:
                 raise ValueError(f'{name}={value!r} must be a number from 0 to 50')
         if self.patience is not None and not 0 < self.patience < math.inf:
             raise ValueError(f'patience={self.patience!r} must be a positive number, or None')
+        if self.beam_size > MAX_BEAM_SIZE:
+            raise ValueError(f'beam_size={self.beam_size} must be at most {MAX_BEAM_SIZE:,}: memory grows with it')
         if self.n_best > self.beam_size:
-            raise ValueError(f'n_best={self.n_best} must be at most beam_size={self.beam_size}')
+            raise ValueError(f'n_best={self.n_best} must be at most beam_size={self.beam_size}: raise beam_size')
 
 def process_logits(
     logits: Float[Tensor, "s k vocab_size"], ids: Int[Tensor, "s k length"], config: DecodingConfig,

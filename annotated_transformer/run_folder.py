@@ -10,6 +10,7 @@ __all__ = ['RUN_FILES', 'LIMITS', 'LOCK', 'MODEL_FILES', 'settings_dict', 'numbe
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -223,6 +224,8 @@ def check_model_folder(folder: Path, names: Sequence[str] = MODEL_FILES) -> None
             problem += f': use its folder, {folder.parent}'
     elif not folder.exists():
         problem = 'is not a model folder: it does not exist'
+        if re.fullmatch(r'[\w-][\w.-]*/[\w.-]+', folder.as_posix()):
+            problem += ' (if it is a name on the Hugging Face Hub: Translator.from_pretrained, or hf download)'
     elif checkpoints:
         problem = f'holds a run that has not finished: wait, or use its newest checkpoint, {checkpoints[-1]}'
     elif (folder / 'run.json').is_file():

@@ -2,16 +2,20 @@
 
 """Text streams: feed a model any number of lines, of any kind, without running out of memory."""
 
-__all__ = ['FLUSH', 'FRACTIONS', 'OTHER_NAMES', 'length_groups', 'buffered', 'to_text', 'InputReport', 'require', 'require_pairs',
-           'require_prefix', 'require_numbers', 'refuse_unknown', 'changed_settings', 'SentenceSplitter']
+__all__ = ['FLUSH', 'LINE_BREAK', 'MAX_NAMED', 'FRACTIONS', 'RANGES', 'OTHER_NAMES', 'COUNTS', 'DRAWING', 'length_groups',
+           'buffered', 'to_text', 'Found', 'InputReport', 'TranslateSettings', 'SampleSettings', 'require',
+           'require_pairs', 'with_prefixes', 'require_prefix', 'require_numbers', 'refuse_unknown', 'refuse_unnamed',
+           'changed_settings', 'SentenceSplitter']
 
 import difflib
 import math
+import re
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import repeat, zip_longest
+from typing import Any, Literal, TypedDict
 
 FLUSH = object() # an item of a stream: translate what has been read so far, before waiting for more
 
@@ -71,15 +75,39 @@ def to_text(item) -> str:
         raise TypeError(f'expected text, got {type(item).__name__}')
     return text.removeprefix('\ufeff').rstrip('\r\n') # some editors put a byte order mark first
 
+LINE_BREAK = re.compile('[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]')
+MAX_NAMED = 10 # unknown characters in a warning
+
+@dataclass
+class Found:
+    """Texts with a problem: how many, and which.
+
+    :param first: numbers of the first five, counted from 1
+    """
+    n: int = 0
+    first: list[int] = field(default_factory=list)
+
+    def add(self, number: int) -> None:
+        self.n += 1
+        if len(self.first) < 5:
+            self.first.append(number)
+
+    def describe(self, total: int, what: str) -> str:
+        "Return '2 of 9 sentences (number 2, 3'; the caller closes the bracket."
+        numbers = ', '.join(str(number) for number in self.first)
+        more = ', ...' if self.n > 5 else ''
+        return f'{self.n} of {total} {what} (number {numbers}{more}'
+
 @dataclass
 class InputReport:
-    """Counts texts that are too long or unreadable, to warn about them once.
+    """Notes which texts are unreadable or too long, or hold unknown characters or line breaks, to warn of it once.
 
     :param max_tokens: longest sentence, EOS excluded, that the model has positions for
     :param what: how messages call the texts
     :param strict: raise ValueError for an unreadable line, instead of returning an empty text
-    :param truncated: numbers of the first five truncated rows, counted from 1
-    :param longest: tokens of the longest truncated row
+    :param longest: tokens of the longest truncated text
+    :param broken: with line breaks inside
+    :param names: unknown characters
     """
     max_tokens: int
     what: str = 'sentences'
@@ -87,10 +115,12 @@ class InputReport:
     n_lines: int = 0
     n_unreadable: int = 0
     first_unreadable: str = ''
-    n_rows: int = 0
-    n_truncated: int = 0
-    truncated: list[int] = field(default_factory=list)
+    n_texts: int = 0
+    truncated: Found = field(default_factory=Found)
     longest: int = 0
+    broken: Found = field(default_factory=Found)
+    unknown: Found = field(default_factory=Found)
+    names: list[str] = field(default_factory=list)
 
     def read(self, item) -> str:
         "Return a line as text, '' if it is unreadable. Raises ValueError for that if `strict` is set, TypeError."
@@ -107,30 +137,70 @@ class InputReport:
         self.first_unreadable = self.first_unreadable or problem
         return ''
 
-    def truncate(self, rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        "Truncate token ids to the model's positions."
-        for row in rows:
-            self.n_rows += 1
+    def check(
+        self, texts: Sequence[str], rows: Sequence[list[int]], find_unknown: Callable[[str], list[str]], unk: int,
+    ) -> list[list[int]]:
+        """Note what is wrong with texts, and truncate their ids to the model's positions.
+
+        :param rows: their token ids
+        :param find_unknown: the characters of a text that the tokenizer does not know
+        :param unk: the id that stands for them
+        """
+        for text, row in zip(texts, rows, strict=True):
+            self.n_texts += 1
             if len(row) > self.max_tokens:
-                self.n_truncated += 1
-                if len(self.truncated) < 5:
-                    self.truncated.append(self.n_rows)
+                self.truncated.add(self.n_texts)
                 self.longest = max(self.longest, len(row))
+            if LINE_BREAK.search(text.strip()):
+                self.broken.add(self.n_texts)
+            if unk in row:
+                self.unknown.add(self.n_texts)
+                if len(self.names) <= MAX_NAMED: # enough for a message
+                    self.names += [name for name in find_unknown(text) if name not in self.names]
         return [row[:self.max_tokens] for row in rows]
 
     def warn(self) -> None:
-        "Warn about truncated and about unreadable texts, if there were any."
-        if self.n_truncated:
-            numbers = ', '.join(str(number) for number in self.truncated)
-            more = ', ...' if self.n_truncated > 5 else ''
-            warnings.warn(
-                f'truncated to {self.max_tokens} tokens, the longest text that the model can read: '
-                f'{self.n_truncated} of {self.n_rows} {self.what} '
-                f'(number {numbers}{more}; the longest has {self.longest} tokens)')
+        "Warn of each problem, if there was any."
+        if self.truncated.n:
+            warnings.warn(f'truncated to {self.max_tokens} tokens, the longest text that the model can read: '
+                          f'{self.truncated.describe(self.n_texts, self.what)}; the longest has {self.longest} tokens)')
+        if self.broken.n:
+            warnings.warn(f'line breaks are read as spaces: {self.broken.describe(self.n_texts, self.what)}). '
+                          'Translate each line by itself, or the model may leave some out')
+        if self.unknown.n:
+            names = [name[:20] if name.isprintable() else ascii(name[:20])[1:-1] for name in self.names[:MAX_NAMED]]
+            more = ' ...' if len(self.names) > MAX_NAMED else ''
+            warnings.warn(f'unknown to the tokenizer, and read as <unk>: {" ".join(names)}{more} '
+                          f'in {self.unknown.describe(self.n_texts, self.what)})')
         if self.n_unreadable:
             warnings.warn(
                 f'{self.n_unreadable} of {self.n_lines} lines could not be read and got an empty translation; '
                 f'the first: {self.first_unreadable}')
+
+class TranslateSettings(TypedDict, total=False):
+    "The keyword arguments that `Translator.translate` and `translate_n_best` share; `translate` explains them."
+    prefix: str | Iterable[str | None] | None
+    beam_size: int | None
+    length_penalty: float | None
+    length_penalty_offset: float | None
+    max_extra_tokens: int | None
+    min_length: int | None
+    no_repeat_ngram_size: int | None
+    patience: float | None
+    batch_tokens: int
+    buffer_size: int
+    on_error: Literal['skip', 'stop']
+    progress_bar: bool
+    total: int | None
+
+class SampleSettings(TypedDict, total=False):
+    "The keyword arguments of `Translator.sample`."
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    max_extra_tokens: int | None
+    batch_tokens: int
 
 def require(text, *kinds: type, name: str = 'text') -> None:
     "Raise TypeError unless `text` is of one of these types, and the items of a list or tuple are strings, too."
@@ -153,6 +223,18 @@ def require_pairs(text, translation) -> None:
         raise ValueError(f'text and translation have {len(text)} and {len(translation)} sentences: '
                          'give one translation for each sentence')
 
+def with_prefixes(texts: Iterable, prefix) -> Iterator[tuple]:
+    "Pair each text with its prefix. Raises ValueError, at the end, if there are more texts than prefixes or fewer."
+    if prefix is None or isinstance(prefix, str):
+        yield from zip(texts, repeat(prefix))
+        return
+    end = object()
+    for number, (text, item) in enumerate(zip_longest(texts, prefix, fillvalue=end)):
+        if text is end or item is end:
+            found = f'more prefixes than sentences, {number}' if text is end else f'only {number} prefixes'
+            raise ValueError(f'prefix must have one item for each sentence, but there are {found}')
+        yield text, item
+
 def require_prefix(prefix, n_texts: int | None) -> None:
     """Raise TypeError unless `prefix` is None, a string, or several of them; ValueError for a wrong number of them.
 
@@ -170,25 +252,48 @@ def require_prefix(prefix, n_texts: int | None) -> None:
 
 FRACTIONS = ('length_penalty', 'length_penalty_offset', 'patience', 'temperature', 'top_p') # others are whole numbers
 
+RANGES = { # of settings that would exhaust the memory, or mean nothing
+    'batch_tokens': (1, 10_000_000), 'buffer_size': (1, 10_000_000), 'total': (0, 2**63 - 1), 'seed': (0, 2**63 - 1),
+}
+
 def require_numbers(**settings) -> None:
-    "Raise TypeError for a setting that is no number (True is none), ValueError for a number of tokens below 1."
+    "Raise TypeError for a setting that is no number (True is none), ValueError for one out of range."
     for name, value in settings.items():
         kinds, expected = ((int, float), 'a number') if name in FRACTIONS else (int, 'a whole number')
         if isinstance(value, bool) or not isinstance(value, kinds):
             raise TypeError(f'{name}={value!r} must be {expected}, got {type(value).__name__}')
-        if name in ('batch_tokens', 'buffer_size') and value < 1:
-            raise ValueError(f'{name}={value} must be at least 1')
+        if math.isnan(value):
+            raise ValueError(f'{name}=nan must be {expected}')
+        least, most = RANGES.get(name, (-math.inf, math.inf))
+        if not least <= value <= most:
+            raise ValueError(f'{name}={value} must be from {least:,} to {most:,}')
 
-OTHER_NAMES = {'num_beams': 'beam_size', 'max_length': 'max_extra_tokens'} # in other libraries
+OTHER_NAMES = { # in other libraries
+    'num_beams': 'beam_size', 'max_length': 'max_extra_tokens', 'max_new_tokens': 'max_extra_tokens',
+    'max_tokens': 'batch_tokens', 'batch_size': 'batch_tokens', 'max_batch_size': 'batch_tokens',
+}
+COUNTS = ('n', 'n_best', 'n_samples', 'num_samples', 'num_return_sequences', 'num_hypotheses') # of translations
+DRAWING = ('temperature', 'top_k', 'top_p', 'seed')
 
-def refuse_unknown(unknown: Mapping, known: Iterable[str]) -> None:
-    "Raise TypeError that names the first unknown argument, and a similar one."
+def refuse_unknown(unknown: Mapping, known: Iterable[str], several: str = 'translate_n_best(text, {})') -> None:
+    """Raise TypeError that names the first unknown argument, and what was probably meant.
+
+    :param several: the call that gives several translations
+    """
     for name, value in unknown.items():
         similar = difflib.get_close_matches(OTHER_NAMES.get(name, name), known, 1)
-        hint = f': did you mean {similar[0]}?' if similar else ''
-        if name == 'n_best':
-            hint = f': for several translations, use translate_n_best(text, {value!r})'
+        hint = f': did you mean {similar[0]}?' if similar else f': there are {", ".join(known)}'
+        if name in COUNTS:
+            hint = f': for several translations, use {several.format(repr(value))}'
+        elif name in DRAWING:
+            hint = f': to draw a translation at random, use sample(text, {name}={value!r})'
         raise TypeError(f'there is no argument {name}{hint}')
+
+def refuse_unnamed(values: tuple, known: Iterable[str], several: str = 'translate_n_best(text, {})') -> None:
+    "Raise TypeError if there are arguments without a name."
+    if values:
+        hint = f'. For several translations, use {several.format(values[0])}' if isinstance(values[0], int) else ''
+        raise TypeError(f'{values[0]!r} needs the name of its option, one of {", ".join(known)}{hint}')
 
 def changed_settings(own: Any, **changes) -> Any:
     """Return decoding settings with those changes that are not None. Raises TypeError for an unknown or wrong one.

@@ -3,8 +3,8 @@
 """Trainer: train for hours: gradient accumulation, clipping, validation, early stopping, and a run that resumes
 exactly."""
 
-__all__ = ['TrainConfig', 'check_settings', 'global_tokens', 'train_step', 'RunParts', 'seed_step', 'Stepper', 'steps_to_keep',
-           'Validator', 'cpu_weights', 'Finisher', 'Stopper', 'Trainer']
+__all__ = ['MAX_TOKENS', 'TrainConfig', 'check_settings', 'global_tokens', 'train_step', 'RunParts', 'seed_step', 'Stepper',
+           'steps_to_keep', 'Validator', 'cpu_weights', 'Finisher', 'Stopper', 'Trainer']
 
 import math
 import shutil
@@ -92,12 +92,16 @@ class TrainConfig:
     def __post_init__(self):
         check_settings(self)
 
+MAX_TOKENS = 10_000_000
+
 def check_settings(config: TrainConfig) -> None:
     "Raise ValueError that names a value out of range."
     for name in ('max_tokens', 'warmup_steps', 'max_steps', 'log_every', 'save_every', 'average_checkpoints',
                  'gradient_accumulation_steps'):
         if getattr(config, name) < 1:
             raise ValueError(f'{name}={getattr(config, name)} must be at least 1')
+    if config.max_tokens > MAX_TOKENS:
+        raise ValueError(f'max_tokens={config.max_tokens} must be at most {MAX_TOKENS:,}: memory holds no larger batch')
     for name in ('peak_lr', 'max_epochs', 'max_minutes', 'patience', 'max_grad_norm'):
         value = getattr(config, name)
         if value is not None and not value > 0: # catches NaN, too

@@ -2,8 +2,8 @@
 
 """Translator: translate, score, sample and inspect with one object: text in, text out."""
 
-__all__ = ['FILES', 'SHIPPED', 'AnyTranslator', 'TextModel', 'Translation', 'decoded', 'translate_rows', 'translate_stream',
-           'ScoringModel', 'TranslateSettings', 'shared_copy', 'Translator']
+__all__ = ['SHIPPED', 'AnyTranslator', 'TextModel', 'Translation', 'decoded', 'translate_rows', 'translate_stream',
+           'ScoringModel', 'shared_copy', 'Translator']
 
 import copy
 import math
@@ -12,9 +12,8 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -26,19 +25,18 @@ from .checkpoints import save_model
 from .decoding import score_translations
 from .distributed import usable_device
 from .engines import CTranslate2Engine, PyTorchEngine, choose_engine
-from .files import atomic_write, to_json
-from .hub import download_folder, upload_folder, write_model_card
+from .files import atomic_write, check_path, to_json
+from .hub import FILES, download_folder, upload_folder, write_model_card
 from .inference import DecodingConfig
 from .interop import decoding_config, read_model_folder
 from .kernels import accelerate
 from .progress import Bar, new_bar
 from .run_folder import check_new_model
-from annotated_transformer.text_streams import (
-    InputReport, buffered, changed_settings, length_groups, refuse_unknown, require, require_numbers, require_pairs,
-    require_prefix)
+from .text_streams import (
+    InputReport, SampleSettings, TranslateSettings, buffered, changed_settings, length_groups, refuse_unknown,
+    refuse_unnamed, require, require_numbers, require_pairs, require_prefix, with_prefixes)
 from .vocabulary import BOS, EOS, UNK, Tokenizer
 
-FILES = ('config.json', 'model.safetensors', 'tokenizer.json', 'training.json') # of a model folder
 SHIPPED = Path(str(files('annotated_transformer'))) / 'data/toy-ende' # the model that comes with the package
 
 class TextModel:
@@ -47,10 +45,16 @@ class TextModel:
     Switches the model to eval mode. Raises ValueError if model and tokenizer have different vocabulary sizes.
 
     :param model: a Transformer or another kind of `checkpoints.KINDS`
-    :param tokenizer: `tokenizer.langs` holds the source and the target language
-    :param training: how the model was made, and its decoding settings: content of training.json
+    :param tokenizer: needed; `tokenizer.langs` holds the source and the target language
+    :param training: content of training.json: how the model was made, decoding settings
     """
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, training: dict | None = None):
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer | None = None, training: dict | None = None):
+        name = type(self).__name__
+        if isinstance(model, (str, Path)):
+            raise TypeError(f'{name} needs a model and its tokenizer. To load a folder: {name}.load({str(model)!r})')
+        if not isinstance(model, nn.Module) or not isinstance(tokenizer, Tokenizer):
+            raise TypeError(f'{name} needs a model and its tokenizer, '
+                            f'got {type(model).__name__} and {type(tokenizer).__name__}')
         if len(tokenizer) != model.config.vocab_size:
             raise ValueError(f'the tokenizer has {len(tokenizer)} tokens, the model {model.config.vocab_size}: '
                              'use the tokenizer that the model was trained with')
@@ -104,7 +108,7 @@ class TextModel:
             return upload_folder(folder, repo_id, private, message, card)
 
     def new_report(self, what: str, strict: bool = False) -> InputReport:
-        "Return a counter for texts that are unreadable or too long for the model."
+        "Return a report on texts: what the model cannot read as it is."
         return InputReport(self.model.config.max_len - 1, what, strict)
 
     def encode(
@@ -113,13 +117,16 @@ class TextModel:
         """Tokenize texts, and truncate them to the model's positions.
 
         :param side: which language
-        :param report: counts truncated texts; default: warn here
+        :param report: notes what is wrong with texts; default: warn here
         :return: ids; those of sources end in EOS
         """
         require(texts, list, tuple, name='texts')
-        language = self.tokenizer.langs[{'src': 0, 'tgt': 1}[side]]
+        if side not in ('src', 'tgt'):
+            raise ValueError(f"side={side!r} must be 'src' or 'tgt'")
+        language = self.tokenizer.langs[side == 'tgt']
         own_report = report or self.new_report('sentences' if side == 'src' else 'translations')
-        rows = own_report.truncate(self.tokenizer.encode_batch(list(texts), language))
+        rows = self.tokenizer.encode_batch(list(texts), language)
+        rows = own_report.check(texts, rows, lambda text: self.tokenizer.unknown(text, language), UNK)
         if report is None:
             own_report.warn()
         return [[*row, EOS] for row in rows] if side == 'src' else rows
@@ -198,51 +205,51 @@ def translate_stream(
 class ScoringModel(TextModel):
     "Sample translations, and score given ones."
     @overload
-    def sample(
-        self, text: str, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int | None = None,
-        batch_tokens: int = 4096) -> str: ...
+    def sample(self, text: str, **settings: Unpack[SampleSettings]) -> str: ...
     @overload
+    def sample(self, text: Sequence[str], **settings: Unpack[SampleSettings]) -> list[str]: ...
     def sample(
-        self, text: Sequence[str], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
-        seed: int | None = None, batch_tokens: int = 4096) -> list[str]: ...
-    def sample(
-        self, text, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int | None = None,
-        batch_tokens: int = 4096,
+        self, text, *unnamed, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int | None = None,
+        max_extra_tokens: int | None = None, batch_tokens: int = 4096, **unknown,
     ):
         """Draw each token of a translation at random from the model's probabilities. Raises ValueError, TypeError.
 
-        :param text: a sentence, or a list of sentences
+        :param text: a sentence, or a list or tuple of sentences
+        :param unnamed: raises an error: options have names
         :param temperature: below 1: probable tokens gain; above 1: improbable tokens gain
         :param top_k: draw from the k most probable tokens; 0: from all
         :param top_p: draw from the smallest set of tokens that reaches this probability
         :param seed: the same texts in the same call get the same draws again
+        :param max_extra_tokens: as for `translate`
         :param batch_tokens: padded source tokens that are decoded at once
-        :return: a translation, or a list of them
+        :param unknown: raises an error that says what was meant
+        :return: str for a sentence, list[str] for a list or tuple
         """
+        refuse_unnamed(unnamed, SampleSettings.__annotations__, 'sample([text] * {})')
+        refuse_unknown(unknown, SampleSettings.__annotations__, 'sample([text] * {})')
         require(text, str, list, tuple)
         require_numbers(temperature=temperature, top_k=top_k, top_p=top_p, batch_tokens=batch_tokens, seed=seed or 0)
-        if isinstance(text, str):
-            return self.sample([text], temperature, top_k, top_p, seed, batch_tokens)[0]
+        limit = changed_settings(self.decoding, max_extra_tokens=max_extra_tokens).max_extra_tokens
+        texts = [text] if isinstance(text, str) else text
         generator = self.engine.generator(seed) # a new one in each call
-        max_extra_tokens = self.decoding.max_extra_tokens
-        rows = self.encode(text)
-        results = [''] * len(text)
+        rows = self.encode(texts)
+        results = [''] * len(texts)
         for group in length_groups(rows, batch_tokens):
-            found = self.engine.sample([rows[i] for i in group], temperature, top_k, top_p, generator, max_extra_tokens)
+            found = self.engine.sample([rows[i] for i in group], temperature, top_k, top_p, generator, limit)
             for i, ids in zip(group, found):
                 results[i] = self.tokenizer.decode(ids)
-        return results
+        return results[0] if isinstance(text, str) else results
 
     @overload
-    def score(self, text: str, translation: str, batch_tokens: int = 4096) -> float: ...
+    def score(self, text: str, translation: str, *, batch_tokens: int = 4096) -> float: ...
     @overload
-    def score(self, text: Sequence[str], translation: Sequence[str], batch_tokens: int = 4096) -> list[float]: ...
-    def score(self, text, translation, batch_tokens: int = 4096):
+    def score(self, text: Sequence[str], translation: Sequence[str], *, batch_tokens: int = 4096) -> list[float]: ...
+    def score(self, text, translation, *, batch_tokens: int = 4096):
         """Return the log-probability of given translations, EOS included.
 
         Raises ValueError unless there is one translation for each sentence, TypeError for input that is not text.
 
-        :param text: a sentence, or a list of sentences
+        :param text: a sentence, or a list or tuple of sentences
         :param translation: its translation, or a list with one for each sentence
         :param batch_tokens: padded tokens that are scored at once
         :return: a number or a list of them, in nats
@@ -250,7 +257,7 @@ class ScoringModel(TextModel):
         require_pairs(text, translation)
         require_numbers(batch_tokens=batch_tokens)
         if isinstance(text, str):
-            return self.score([text], [translation], batch_tokens)[0]
+            return self.score([text], [translation], batch_tokens=batch_tokens)[0]
         src = self.encode(text)
         tgt = self.encode(translation, 'tgt')
         lengths = [max(len(source), len(target) + 2) for source, target in zip(src, tgt)] # 2: BOS and EOS
@@ -274,22 +281,6 @@ class ScoringModel(TextModel):
             warnings.simplefilter('ignore')
             n_tokens = sum(len(row) + 1 for row in self.encode(translation, 'tgt'))
         return math.exp(-sum(log_probs) / n_tokens)
-
-class TranslateSettings(TypedDict, total=False):
-    "The keyword arguments that `Translator.translate` and `translate_n_best` share; `translate` explains them."
-    prefix: str | Iterable[str | None] | None
-    beam_size: int | None
-    length_penalty: float | None
-    length_penalty_offset: float | None
-    max_extra_tokens: int | None
-    min_length: int | None
-    no_repeat_ngram_size: int | None
-    patience: float | None
-    batch_tokens: int
-    buffer_size: int
-    on_error: Literal['skip', 'stop']
-    progress_bar: bool
-    total: int | None
 
 def shared_copy(model: nn.Module) -> nn.Module:
     "Return a copy that shares all tensors: recording on it does not touch a model that other threads use."
@@ -319,7 +310,7 @@ class Translator(ScoringModel):
 
     @classmethod
     def from_pretrained(
-        cls: type[AnyTranslator], name: str | Path, revision: str | None = None,
+        cls: type[AnyTranslator], name: str | Path, *, revision: str | None = None,
         device: str | torch.device | None = None, engine: str = 'pytorch', compute_type: str = 'float32',
     ) -> AnyTranslator:
         """Load a folder, or download it into the Hub's cache. Raises OSError, ImportError, or what `load` raises.
@@ -328,7 +319,11 @@ class Translator(ScoringModel):
         :param revision: branch, tag or commit on the Hub; default: the newest
         :param device: as for `load`, like the next two
         """
-        folder = name if Path(name).is_dir() else download_folder(str(name), FILES, revision)
+        folder = check_path(name, 'name')
+        if not folder.exists():
+            folder = download_folder(str(name), FILES, revision)
+        elif revision is not None:
+            raise ValueError(f'revision={revision!r} is for models on the Hub, but {name} is here: leave it out')
         return cls.load(folder, device, engine, compute_type)
 
     @overload
@@ -338,7 +333,7 @@ class Translator(ScoringModel):
     @overload
     def translate(self, text: Iterable, **settings: Unpack[TranslateSettings]) -> Iterator[str]: ...
     def translate(
-        self, text, *, prefix: str | Iterable[str | None] | None = None, beam_size: int | None = None,
+        self, text, *unnamed, prefix: str | Iterable[str | None] | None = None, beam_size: int | None = None,
         length_penalty: float | None = None, length_penalty_offset: float | None = None,
         max_extra_tokens: int | None = None, min_length: int | None = None, no_repeat_ngram_size: int | None = None,
         patience: float | None = None, batch_tokens: int = 4096, buffer_size: int = 2048,
@@ -349,6 +344,7 @@ class Translator(ScoringModel):
         Raises TypeError if `text` is not text, ValueError for settings out of range.
 
         :param text: a sentence; a list or tuple of sentences; or any other iterable, such as an open file
+        :param unnamed: raises an error: options have names
         :param prefix: how translations begin: one for all, or one for each
         :param beam_size: hypotheses to keep; None, here and below: the model's own setting
         :param length_penalty: 0: none; 1: nearly proportional to the length
@@ -362,9 +358,10 @@ class Translator(ScoringModel):
         :param on_error: unreadable lines: '' and a warning, or ValueError
         :param progress_bar: show it on the standard error stream
         :param total: number of sentences of an iterable, for the progress bar
-        :param unknown: any other argument raises an error that says what was meant
+        :param unknown: raises an error that says what was meant
         :return: str for a sentence, list[str] for a list or tuple, Iterator[str] for any other iterable
         """
+        refuse_unnamed(unnamed, TranslateSettings.__annotations__)
         refuse_unknown(unknown, TranslateSettings.__annotations__)
         results = self.translate_n_best(
             text, 1, prefix=prefix, beam_size=beam_size, length_penalty=length_penalty,
@@ -403,12 +400,14 @@ class Translator(ScoringModel):
             raise ValueError(f"on_error={on_error!r} must be 'skip' or 'stop'")
         require_numbers(n_best=n_best, batch_tokens=batch_tokens, buffer_size=buffer_size, total=total or 0)
         config = changed_settings(self.decoding, n_best=n_best, **settings)
+        if config.min_length >= self.model.config.max_len:
+            raise ValueError(f'min_length={config.min_length} must be below {self.model.config.max_len}, '
+                             'the longest translation of this model')
         is_single = isinstance(text, (str, bytes))
         is_list = isinstance(text, (list, tuple))
         texts = [text] if is_single else text
         require_prefix(prefix, len(texts) if is_single or is_list else None)
-        is_same_prefix = prefix is None or isinstance(prefix, str)
-        items = zip(texts, repeat(prefix)) if is_same_prefix else zip(texts, prefix, strict=True)
+        items = with_prefixes(texts, prefix)
         buffers = buffered(items, buffer_size)
         if is_single or is_list: # group all sentences at once
             total = len(texts)
@@ -427,10 +426,13 @@ class Translator(ScoringModel):
         require(text, str)
         if isinstance(self.engine, CTranslate2Engine):
             self.engine.fall_back('attention maps')
+        report = self.new_report('sentences')
+        src = self.encode([text], 'src', report)[0]
         if translation is None:
-            translation = self.translate(text)
+            translation = self.translate(text) # warns of what is in the report
+        else:
+            report.warn()
         require(translation, str, name='translation')
-        src = self.encode([text])[0]
         tgt = [BOS] + self.encode([translation], 'tgt')[0]
         ids = [torch.tensor([row], device=self.device) for row in (src, tgt)]
         maps = [None if weights is None else weights.float().cpu()

@@ -58,6 +58,12 @@ class Tokenizer:
             tokens.append(self.token(i))
         return tokens
 
+    def unknown(self, text: str, lang: str | None = None) -> list[str]:
+        "Return the characters of a text that the vocabulary lacks, each once; a word tokenizer returns words."
+        characters = list(dict.fromkeys(normalize(text)))
+        rows = self.encode_batch(characters, lang)
+        return [character for character, row in zip(characters, rows) if UNK in row]
+
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """Return the text of ids up to EOS, without PAD and BOS, with ⁇ for UNK.
 
@@ -275,6 +281,10 @@ class WordTokenizer(Tokenizer):
             rows.append([self.id_of(word) for word in self.split(text, lang)])
         return rows
 
+    def unknown(self, text: str, lang: str | None = None) -> list[str]:
+        words = [word for word in self.split(text, lang) if self.id_of(word) == UNK]
+        return list(dict.fromkeys(word.strip(JOINER) for word in words))
+
     def id_of(self, word: str) -> int:
         "Return the id of a word; one that is spelled like a special token is unknown."
         return UNK if word in SPECIALS else self.ids.get(word, UNK)
@@ -414,6 +424,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ValueError(f'{path} is not a tokenizer file: {error}') from error
     kinds = TOKENIZERS | {SentencePieceTokenizer.kind: SentencePieceTokenizer}
     kind = state.get('kind') if isinstance(state, dict) else None
+    if kind is None and isinstance(state, dict) and 'model' in state:
+        raise ValueError(f"{path} is in Hugging Face's format: use the tokenizer.json that was saved with the model")
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f'{path} is not a tokenizer file: its "kind" must be one of {", ".join(kinds)}')
     try:

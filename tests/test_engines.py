@@ -42,7 +42,7 @@ def write_model(folder, config=PAPER, seed=0):
     if hasattr(model, 'lm_head'):
         with torch.no_grad():
             model.lm_head.weight.mul_(3)
-    Translator(model, WORDS).save(folder)
+    Translator(model, WORDS).save(folder, overwrite=True)
     return folder
 
 
@@ -172,7 +172,7 @@ def test_damaged_weights_are_reported(tmp_path):
     broken = Translator.load(folder, 'cpu')
     with torch.no_grad():
         broken.model.lm_head.weight[:] = math.nan
-    broken.save(folder)
+    broken.save(folder, overwrite=True)
     with pytest.raises(FloatingPointError, match='its weights are damaged'):
         Translator.load(folder, 'cpu', 'ctranslate2').translate('w1 w2')
 

@@ -36,14 +36,29 @@ def test_upload(tmp_path, monkeypatch, private):
     monkeypatch.setattr('huggingface_hub.HfApi', lambda: hub)
     for path in SHIPPED.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / 'run.json').write_text('{"corpus": {"tsv": "secret/pairs.tsv"}}')
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert upload_folder(tmp_path, 'me/model', private, 'New weights') == 'https://hub/me/model'
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert hub.repos == {'me/model': private}
     assert set(hub.files) == {'config.json', 'model.safetensors', 'tokenizer.json', 'training.json', 'README.md'}
     assert b"Translator.from_pretrained('me/model')" in hub.files['README.md']
+    assert (b'hf download me/model --local-dir model\n'
+            b'annotated-transformer translate --model model "A sentence."') in hub.files['README.md']
 
     (tmp_path / 'mine.md').write_text('# My model')
     Translator.load().push_to_hub('me/model', private, 'New weights', card=tmp_path / 'mine.md')
     assert hub.files['README.md'] == b'# My model'
+    (tmp_path / 'README.md').write_text('# Also mine')
+    upload_folder(tmp_path, 'me/model', private, 'New weights')
+    assert hub.files['README.md'] == b'# Also mine'
+
+
+@pytest.mark.parametrize('name', ['', 'a/b/c', './model', '/abs/model', 'owner/', 'C:\\models', 'a model'])
+def test_what_is_no_name_on_the_hub(tmp_path, name):
+    for call in (lambda: download_folder(name, FILES), lambda: upload_folder(tmp_path, name)):
+        with pytest.raises(FileNotFoundError, match='nor a name on the Hugging Face Hub, which has the form owner/name'):
+            call()
 
 
 def test_download(tmp_path, monkeypatch):

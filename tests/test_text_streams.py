@@ -3,7 +3,8 @@ import warnings
 
 import pytest
 
-from annotated_transformer.text_streams import FLUSH, InputReport, SentenceSplitter, buffered, length_groups, to_text
+from annotated_transformer.text_streams import (
+    FLUSH, InputReport, SentenceSplitter, buffered, length_groups, to_text, with_prefixes)
 
 
 def test_groups_hold_similar_lengths_and_every_sentence_once():
@@ -48,6 +49,11 @@ def test_other_things_do_not(item, problem):
         to_text(item)
 
 
+def check(report, rows, texts=None):
+    "Check ids of texts; of the characters, those beyond ASCII and NUL are unknown."
+    return report.check(texts or ['a'] * len(rows), rows, lambda text: [c for c in text if not 0 < ord(c) < 128], 3)
+
+
 def test_what_no_file_can_contain_is_a_mistake_of_the_program():
     report = InputReport(max_tokens=3)
     report.read('a')
@@ -58,8 +64,8 @@ def test_what_no_file_can_contain_is_a_mistake_of_the_program():
 def test_the_report_counts_and_warns_once():
     report = InputReport(max_tokens=3, what='titles')
     assert [report.read(item) for item in ('a', b'\xfe', 'b', b'\xff')] == ['a', '', 'b', '']
-    assert report.truncate([[5] * 2, [5] * 4, [5] * 3]) == [[5] * 2, [5] * 3, [5] * 3]
-    assert report.truncate([[6] * 9]) == [[6] * 3]
+    assert check(report, [[5] * 2, [5] * 4, [5] * 3]) == [[5] * 2, [5] * 3, [5] * 3]
+    assert check(report, [[6] * 9]) == [[6] * 3]
     with pytest.warns(UserWarning) as caught:
         report.warn()
     truncated, unreadable = [str(w.message) for w in caught]
@@ -71,7 +77,7 @@ def test_the_report_counts_and_warns_once():
 def test_a_report_without_problems_is_silent():
     report = InputReport(max_tokens=3)
     report.read('a')
-    report.truncate([[1, 2, 3]])
+    check(report, [[1, 2, 4]], ['  a line, and its end\r\n'])
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         report.warn()
@@ -86,10 +92,42 @@ def test_a_strict_report_names_the_line():
 
 def test_a_report_names_at_most_five_truncated_lines():
     report = InputReport(max_tokens=1)
-    report.truncate([[5, 5]] * 1000)
+    check(report, [[5, 5]] * 1000)
     with pytest.warns(UserWarning, match='1000 of 1000 sentences .number 1, 2, 3, 4, 5, ...; the longest has 2 tokens'):
         report.warn()
-    assert len(report.truncated) == 5
+    assert len(report.truncated.first) == 5
+
+
+@pytest.mark.parametrize('line_break', ['\n', '\r\n', '\r', '\n\n', '\x0b', '\x85', '\u2028', ' \n\t'])
+def test_a_line_break_inside_a_text_is_noticed(line_break):
+    report = InputReport(max_tokens=3)
+    check(report, [[5]] * 3, ['A dog.', f'A dog.{line_break}A cat.', f'{line_break}A dog.{line_break}'])
+    expected = 'line breaks are read as spaces: 1 of 3 sentences .number 2.. Translate each line by itself'
+    with pytest.warns(UserWarning, match=expected):
+        report.warn()
+
+
+def test_unknown_characters_are_named_once():
+    report = InputReport(max_tokens=9)
+    check(report, [[5], [5, 3], [3], [3]], ['A dog.', 'A \N{SNOWMAN}.', '\N{SNOWMAN}\0', ''])
+    with pytest.warns(UserWarning) as caught:
+        report.warn()
+    assert [str(w.message) for w in caught] == [
+        'unknown to the tokenizer, and read as <unk>: \N{SNOWMAN} \\x00 in 3 of 4 sentences (number 2, 3, 4)']
+    check(report, [[3]] * 9, [chr(0x4e00 + i) for i in range(9)])
+    with pytest.warns(UserWarning, match='(?: \\S+){10} ... in 12 of 13 sentences .number 2, 3, 4, 5, 6, ...'):
+        report.warn()
+
+
+def test_prefixes_are_paired_one_for_one():
+    assert list(with_prefixes('ab', None)) == [('a', None), ('b', None)]
+    assert list(with_prefixes('ab', 'x')) == [('a', 'x'), ('b', 'x')]
+    assert list(with_prefixes(iter('ab'), iter(['x', None]))) == [('a', 'x'), ('b', None)]
+    for prefix, found in (['x'], 'only 1 prefixes'), (['x', 'y', 'z'], 'more prefixes than sentences, 2'):
+        pairs = with_prefixes('ab', prefix)
+        assert next(pairs) == ('a', 'x')
+        with pytest.raises(ValueError, match=f'one item for each sentence, but there are {found}'):
+            list(pairs)
 
 
 def test_paragraphs_are_split_and_joined_line_by_line():

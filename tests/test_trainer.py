@@ -292,9 +292,9 @@ def test_scaled_initialization():
 
 
 @pytest.mark.parametrize('name, value', [
-    ('max_tokens', 0), ('warmup_steps', 0), ('max_steps', 0), ('save_every', 0), ('average_checkpoints', 0),
-    ('gradient_accumulation_steps', 0), ('peak_lr', 0.0), ('peak_lr', math.nan), ('max_epochs', 0), ('max_minutes', -1.0),
-    ('patience', 0), ('r_drop', -1.0), ('r_drop', math.inf), ('label_smoothing', 1.0), ('ema_decay', 1.0),
+    ('max_tokens', 0), ('max_tokens', 10**12), ('warmup_steps', 0), ('max_steps', 0), ('save_every', 0),
+    ('average_checkpoints', 0), ('gradient_accumulation_steps', 0), ('peak_lr', 0.0), ('peak_lr', math.nan), ('max_epochs', 0),
+    ('max_minutes', -1.0), ('patience', 0), ('r_drop', -1.0), ('r_drop', math.inf), ('label_smoothing', 1.0), ('ema_decay', 1.0),
     ('max_grad_norm', 0.0)])
 def test_settings_out_of_range_are_named(name, value):
     with pytest.raises(ValueError, match=name):

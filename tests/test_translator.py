@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from annotated_transformer.attention import attention
 from annotated_transformer.inference import DecodingConfig
+from annotated_transformer.text_streams import to_text
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.translator import FILES, Translation, Translator
-from annotated_transformer.vocabulary import BOS, EOS, PAD, train_tokenizer
+from annotated_transformer.vocabulary import BOS, EOS, PAD, UNK, train_tokenizer
 
 PAIRS = [(pair.src, pair.tgt) for pair in toy_ende('train', n=300)]
 TEXTS = [src for src, _ in PAIRS[:23]]
@@ -95,6 +96,49 @@ def test_a_missing_file_is_named(folder, tmp_path, missing):
         Translator.load(tmp_path)
 
 
+DAMAGE = { # file: content, a part of the message
+    'config.json': [
+        (b'', 'config.json is damaged: '), (b'{}', "config.json cannot be used: kind='' is unknown"),
+        (b'{"model_type": "marian"}', "of transformers .model_type='marian'.: convert a Marian model with import_marian")],
+    'model.safetensors': [(None, 'model.safetensors is damaged or incomplete, copy it again: ')],
+    'tokenizer.json': [
+        (b'', 'tokenizer.json is not a tokenizer file'),
+        (b'{"version": "1.0", "model": {}}', "tokenizer.json is in Hugging Face's format: use the tokenizer.json that"),
+        (b'{"kind": "words", "langs": ["en", "de"], "tokens": ["<pad>", "<bos>", "<eos>", "<unk>"]}',
+         'tokenizer.json has 4 tokens, the model has .*: restore the tokenizer')],
+}
+
+
+@pytest.mark.parametrize('name, content, message',
+                         [(name, *case) for name, cases in DAMAGE.items() for case in cases], ids=range(7))
+def test_a_damaged_file_is_named(folder, tmp_path, name, content, message):
+    for file in FILES:
+        (tmp_path / file).write_bytes((folder / file).read_bytes())
+    size = (folder / name).stat().st_size
+    for damaged in [content] if content is not None else [(folder / name).read_bytes()[:n] for n in (0, 999, size - 9)]:
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises(ValueError, match=message):
+            Translator.load(tmp_path)
+
+
+def test_a_path_that_is_no_model_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'pairs.tsv').write_text('a\tb\n')
+    for load in (Translator.load, Translator.from_pretrained):
+        for path, message in [('pairs.tsv', 'pairs.tsv is a file, not a model folder$'),
+                              (folder / 'model.safetensors', f'a file, not a model folder: use its folder, {folder}$'),
+                              (tmp_path, 'it has no config.json$')]:
+            with pytest.raises(FileNotFoundError, match=message):
+                load(path)
+        with pytest.raises(ValueError, match="='' is empty: give a name"):
+            load('')
+    with pytest.raises(FileNotFoundError, match='me/model is not a model folder: .*Hub: Translator.from_pretrained'):
+        Translator.load('me/model')
+    for path in ('', 'pairs.tsv'):
+        with pytest.raises((ValueError, OSError), match="folder='' is empty|pairs.tsv is a file: name a folder"):
+            Translator.load(folder).save(path)
+
+
 def test_a_tokenizer_of_another_model_is_refused(translator):
     other = train_tokenizer('bpe', PAIRS, ('en', 'de'), vocab_size=250)
     with pytest.raises(ValueError, match='the tokenizer has 250 tokens, the model'):
@@ -149,8 +193,10 @@ def test_the_hub(folder, translator, tmp_path, monkeypatch):
     assert translator.push_to_hub('me/model') == 'https://hub/me/model'
     assert {name: uploaded[name] for name in FILES} == {name: (folder/name).read_bytes() for name in FILES}
     expected = translator.translate(TEXTS, **QUICK)
-    assert Translator.from_pretrained('me/model', 'v1').translate(TEXTS, **QUICK) == expected
+    assert Translator.from_pretrained('me/model', revision='v1').translate(TEXTS, **QUICK) == expected
     assert Translator.from_pretrained(str(folder), device='cpu').translate(TEXTS, **QUICK) == expected # no download
+    with pytest.raises(ValueError, match="revision='v1' is for models on the Hub, but .*model is here: leave it out"):
+        Translator.from_pretrained(folder, revision='v1')
 
 
 # --- one sentence, lists, streams
@@ -173,6 +219,35 @@ def test_small_groups_change_nothing(translator):
     expected = translator.translate(TEXTS, **QUICK)
     assert translator.translate(TEXTS, batch_tokens=1, **QUICK) == expected
     assert translator.translate(TEXTS, batch_tokens=30, **QUICK) == expected
+
+
+@pytest.mark.parametrize('call', [
+    lambda t, texts: t.translate(texts, **QUICK), lambda t, texts: list(t.translate(iter(texts), buffer_size=1, **QUICK)),
+    lambda t, texts: t.translate_n_best(texts, 1, **QUICK), lambda t, texts: t.sample(texts),
+    lambda t, texts: t.score(texts, ['Der'] * len(texts)), lambda t, texts: t.perplexity(texts, ['Der'] * len(texts)),
+    lambda t, texts: t.attention(texts[1], 'Der'),
+    lambda t, texts: Translator(t.model, t.tokenizer, {'decoding': QUICK}).attention(texts[1])], ids=range(8))
+def test_line_breaks_and_unknown_characters_are_noticed_once_in_each_call(translator, call, request):
+    "A model would translate the first line alone, and guess at the rest."
+    texts = ['The dog sleeps.', 'The dog sleeps.\nThe \N{SNOWMAN} cat sleeps.', 'The cat\n']
+    found, messages = with_warnings(lambda: call(translator, texts))
+    total, number = (1, 1) if request.node.callspec.id in '67' else (3, 2) # attention has one sentence
+    assert messages == [
+        f'line breaks are read as spaces: 1 of {total} sentences (number {number}). '
+        'Translate each line by itself, or the model may leave some out',
+        f'unknown to the tokenizer, and read as <unk>: \N{SNOWMAN} in 1 of {total} sentences (number {number})']
+
+
+def test_unknown_words_are_named():
+    _, messages = with_warnings(lambda: make('words').translate(['The zebra, the small zebra, the yak.'], **QUICK))
+    assert messages == ['unknown to the tokenizer, and read as <unk>: zebra yak in 1 of 1 sentences (number 1)']
+
+
+def test_unknown_characters_of_translations_and_prefixes(translator):
+    _, [message] = with_warnings(lambda: translator.score('A dog.', 'Ein \N{SNOWMAN}.'))
+    assert message.endswith('\N{SNOWMAN} in 1 of 1 translations (number 1)')
+    _, [message] = with_warnings(lambda: translator.translate('A dog.', prefix='\N{SNOWMAN}', **QUICK))
+    assert message.endswith('\N{SNOWMAN} in 1 of 1 prefixes (number 1)')
 
 
 def test_a_stream_is_read_buffer_by_buffer(translator):
@@ -278,10 +353,17 @@ def test_any_list_of_strings(either, texts):
     found, messages = with_warnings(lambda: either.translate(texts, **QUICK))
     assert len(found) == len(texts) and all(isinstance(text, str) for text in found)
     assert all(text.encode('utf-8') is not None for text in found) # no half of a character
-    n_long = sum(len(row) > 39 for row in either.tokenizer.encode_batch(texts, 'en'))
-    assert len(messages) == bool(n_long)
-    if n_long:
-        assert f'{n_long} of {len(texts)} sentences' in messages[0]
+    texts = [to_text(text) for text in texts]
+    rows = either.tokenizer.encode_batch(texts, 'en')
+    problems = {'truncated to 39 tokens': sum(len(row) > 39 for row in rows),
+                'line breaks are read as spaces': sum(len(text.strip().splitlines()) > 1 for text in texts),
+                'unknown to the tokenizer': sum(UNK in row for row in rows)}
+    expected = [(start, n) for start, n in problems.items() if n]
+    assert len(messages) == len(expected)
+    for message, (start, n) in zip(messages, expected):
+        assert message.startswith(start) and f'{n} of {len(texts)} sentences' in message
+    for text, row in zip(texts, rows):
+        assert bool(either.tokenizer.unknown(text, 'en')) == (UNK in row)
     assert all(translation == '' for text, translation in zip(texts, found) if not text.strip())
 
 
@@ -340,6 +422,23 @@ CALLS = { # a call: a part of its message
         'prefix must be a string, or a list with a string or None for each sentence, got int',
     "t.translate(['A dog.'], prefix=[3])":
         'prefix[0] must be a string, got int',
+    "t.translate('A dog.', n=3)":
+        'no argument n: for several translations, use translate_n_best(text, 3)',
+    "t.translate('A dog.', temperature=0.5)":
+        'no argument temperature: to draw a translation at random, use sample(text, temperature=0.5)',
+    "t.translate('A dog.', batch_size=8)":
+        'no argument batch_size: did you mean batch_tokens?',
+    "t.translate('A dog.', 'de')":
+        "'de' needs the name of its option, one of prefix, beam_size, ",
+    "t.sample('A dog.', 3)":
+        '3 needs the name of its option, one of temperature, top_k, top_p, seed, max_extra_tokens, batch_tokens. '
+        'For several translations, use sample([text] * 3)',
+    "t.sample('A dog.', n=3)":
+        'no argument n: for several translations, use sample([text] * 3)',
+    "t.sample('A dog.', num_return_sequences=3)":
+        'for several translations, use sample([text] * 3)',
+    "t.sample('A dog.', beam_size=3)":
+        'no argument beam_size: there are temperature, top_k, ',
     "t.translate_n_best('A dog.', None)":
         'n_best=None must be a whole number',
     't.translate_n_best([None], 2)':
@@ -350,6 +449,8 @@ CALLS = { # a call: a part of its message
         'a string or a list of strings, got bytes',
     "t.sample('A dog.', top_k=1.5)":
         'top_k=1.5 must be a whole number',
+    "t.sample('A dog.', max_extra_tokens='3')":
+        "max_extra_tokens='3' must be a whole number, got str",
     "t.sample('A dog.', seed='x')":
         "seed='x' must be a whole number",
     "t.score(['A dog.'], [None])":
@@ -366,6 +467,20 @@ CALLS = { # a call: a part of its message
         'text must be a string, got int',
     "t.encode('A dog.')":
         'texts must be a list of strings, got str',
+    "Translator('runs/first')":
+        "Translator needs a model and its tokenizer. To load a folder: Translator.load('runs/first')",
+    "Translator(t.model)":
+        'Translator needs a model and its tokenizer, got Transformer and NoneType',
+    "Translator(t.model, 'tokenizer.json')":
+        'got Transformer and str',
+    'Translator.load(None)':
+        'folder must be a path, got NoneType: write it as a string',
+    'Translator.from_pretrained(3)':
+        'name must be a path, got int',
+    't.save(None)':
+        'folder must be a path, got NoneType',
+    't.explore("A dog.").save(None)':
+        'path must be a path, got NoneType',
 }
 UNCHECKED = '''
 import sys
@@ -398,11 +513,31 @@ def test_a_device_that_cannot_be_used(device):
 @pytest.mark.parametrize('options, message', [
     ({'beam_size': 0}, 'beam_size=0'), ({'length_penalty': -1.0}, 'length_penalty=-1.0'),
     ({'patience': -2.0}, 'patience=-2.0'),
-    ({'batch_tokens': 0}, 'batch_tokens=0'),
-    ({'buffer_size': 0}, 'buffer_size=0')], ids=str)
+    ({'batch_tokens': 0}, 'batch_tokens=0 must be from 1 to 10,000,000'),
+    ({'buffer_size': 0}, 'buffer_size=0 must be from 1 to 10,000,000'), ({'total': -3}, 'total=-3 must be from 0'),
+    ({'beam_size': 10**7}, 'beam_size=10000000 must be at most 1,000: memory grows with it'),
+    ({'batch_tokens': 10**12}, 'batch_tokens=1000000000000 must be from 1 to 10,000,000'),
+    ({'buffer_size': 10**12}, 'buffer_size=1000000000000 must be from 1 to 10,000,000'),
+    ({'min_length': 40}, 'min_length=40 must be below 40, the longest translation of this model'),
+    ({'length_penalty': math.nan}, 'length_penalty=nan must be a number')], ids=str)
 def test_settings_out_of_range(translator, options, message):
     with pytest.raises(ValueError, match=message):
         translator.translate(TEXTS, **options) # at once, not when the first translation is asked for
+
+
+@pytest.mark.parametrize('options, message', [
+    ({'temperature': math.nan}, 'temperature=nan must be a number'), ({'temperature': 0.0}, 'temperature=0.0, '),
+    ({'top_p': 2.0}, 'top_p=2.0'), ({'seed': -1}, 'seed=-1 must be from 0'), ({'seed': 2**63}, 'seed=9223372036854775808'),
+    ({'max_extra_tokens': -1}, 'max_extra_tokens=-1'), ({'batch_tokens': 0}, 'batch_tokens=0')], ids=str)
+def test_settings_of_samples_out_of_range(translator, options, message):
+    with pytest.raises(ValueError, match=message):
+        translator.sample(TEXTS, **options)
+
+
+def test_samples_have_the_longest_length_that_was_asked_for(translator):
+    own = Translator(translator.model, translator.tokenizer, {'decoding': {'max_extra_tokens': 0}})
+    assert own.sample(TEXTS, seed=1) == translator.sample(TEXTS, max_extra_tokens=0, seed=1)
+    assert own.sample(TEXTS, seed=1) != translator.sample(TEXTS, seed=1)
 
 
 def test_unknown_settings(translator):
@@ -421,6 +556,8 @@ def test_lists_of_different_lengths(translator):
     for prefixes in (['Der'], ['Der'] * 4):
         with pytest.raises(ValueError, match=f'prefix has {len(prefixes)} items, but'):
             translator.translate(TEXTS[:3], prefix=prefixes, **QUICK)
+        with pytest.raises(ValueError, match='prefix must have one item for each sentence'):
+            list(translator.translate(iter(TEXTS[:3]), prefix=prefixes, **QUICK))
 
 
 def test_nan_weights_raise_an_error(translator):
