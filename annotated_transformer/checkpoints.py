@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from .files import (
-    atomic_folder, atomic_open, atomic_write, checksum, read_json, recover, to_json)
+    atomic_folder, atomic_open, atomic_write, check_new_folder, checksum, read_json, recover, to_json)
 from .run_folder import check_model_folder, lock_folder
 from .training import average_weights
 
@@ -169,7 +169,8 @@ def load_model(folder: str | Path) -> nn.Module:
     try:
         model = build_model(config_from_json(fields))
     except (TypeError, ValueError) as error:
-        raise ValueError(f'{folder}/config.json cannot be used: {error}') from error
+        problem = str(error).replace('.__init__() got an unexpected keyword argument', ' has no field')
+        raise ValueError(f'{folder}/config.json cannot be used: {problem}') from error
     return load_weights(model, folder / 'model.safetensors').eval()
 
 def load_state(path: Path) -> dict:
@@ -379,12 +380,12 @@ def average_checkpoints(folders: Sequence[str | Path], out: str | Path) -> Path:
     :param folders: model folders of one run
     :param out: must not exist
     """
+    if isinstance(folders, (str, Path)):
+        raise TypeError('folders must be a list of model folders, got one path')
     folders = [Path(folder) for folder in folders]
-    out = Path(out)
+    out = check_new_folder(out)
     if not folders:
         raise ValueError('there are no checkpoints to average')
-    if out.exists():
-        raise FileExistsError(f'{out} exists: choose another folder for the average')
     for folder in folders:
         if (folder / 'manifest.json').exists():
             verify_checkpoint(folder)

@@ -3,7 +3,7 @@
 """Files: write a file or a folder so that a crash leaves the old one or the new one, never half of either."""
 
 __all__ = ['atomic_open', 'atomic_write', 'sync_folder', 'replace_atomically', 'recover', 'atomic_folder', 'check_path',
-           'check_new_file', 'checksum', 'to_json', 'read_json']
+           'check_new_file', 'check_new_folder', 'checksum', 'to_json', 'read_json']
 
 import contextlib
 import errno
@@ -154,6 +154,13 @@ def check_new_file(path: str | Path, overwrite: bool = False) -> Path:
     if path.is_file() and not overwrite:
         raise FileExistsError(f'{path} exists: choose another file, or use overwrite=True to replace it')
     return path
+
+def check_new_folder(folder: str | Path) -> Path:
+    "Return the path of a folder to write. Raises FileExistsError, or TypeError or ValueError for what is no path."
+    folder = check_path(folder, 'folder')
+    if folder.exists():
+        raise FileExistsError(f'{folder} exists: choose another folder, or remove it first')
+    return folder
 
 def checksum(path: str | Path) -> dict[str, Any]:
     "Return a file's size in bytes and its SHA-256: {'size': ..., 'sha256': ...}. Raises OSError."

@@ -170,8 +170,8 @@ def check_name(repo_id: str, problem: str) -> None:
 
     :param problem: the start of the message
     """
-    if not re.fullmatch(r'(\w[\w.-]*/)?\w[\w.-]*', repo_id):
-        raise FileNotFoundError(f'{problem}, nor a name on the Hugging Face Hub, which has the form owner/name')
+    if not isinstance(repo_id, str) or not re.fullmatch(r'(\w[\w.-]*/)?\w[\w.-]*', repo_id):
+        raise FileNotFoundError(f'{problem} not a name on the Hugging Face Hub, which has the form owner/name')
 
 def download_folder(repo_id: str, names: Sequence[str], revision: str | None = None) -> Path:
     """Download a model folder. Raises OSError (FileNotFoundError without a config.json) or ImportError.
@@ -181,7 +181,7 @@ def download_folder(repo_id: str, names: Sequence[str], revision: str | None = N
     :param revision: branch, tag or commit; default: the newest
     :return: a folder in the hub's cache
     """
-    check_name(repo_id, f'{repo_id} is not a folder here')
+    check_name(repo_id, f'{repo_id} is not a folder here, and')
     try:
         hub = hub_client()
     except ImportError as error:
@@ -205,7 +205,7 @@ def upload_folder(
     :param card: a model card of your own, Markdown; default: one made from the folder
     :return: address of the repository
     """
-    check_name(repo_id, f'{repo_id!r} is not a folder')
+    check_name(repo_id, f'repo_id={repo_id!r} is')
     api = hub_client().HfApi()
     folder = Path(folder)
     if card is None and has_own_card(folder):

@@ -3,10 +3,10 @@
 """Other implementations: move a model to PyTorch's own module, to transformers or to CTranslate2, bring Marian models
 in, and check that the tokens stay the same."""
 
-__all__ = ['TORCH_NAMES', 'CTRANSLATE2_NAMES', 'OTHER_SEARCH', 'require', 'check_new', 'decoding_config', 'read_model_folder',
-           'torch_pairs', 'to_torch_transformer', 'torch_settings', 'from_torch_transformer', 'read_generation',
-           'import_marian', 'marian_generation', 'export_marian', 'ctranslate2_library', 'fill_slot', 'find_slot',
-           'fill_stack', 'require_ctranslate2', 'ctranslate2_spec', 'export_ctranslate2']
+__all__ = ['TORCH_NAMES', 'CTRANSLATE2_NAMES', 'OTHER_SEARCH', 'require', 'decoding_config', 'read_model_folder', 'torch_pairs',
+           'to_torch_transformer', 'torch_settings', 'from_torch_transformer', 'read_generation', 'import_marian',
+           'marian_generation', 'export_marian', 'ctranslate2_library', 'fill_slot', 'find_slot', 'fill_stack',
+           'require_ctranslate2', 'ctranslate2_spec', 'export_ctranslate2']
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoints import kind_of, load_model, save_model, training_record
-from .files import atomic_folder, atomic_write, check_path, read_json, to_json
+from .files import atomic_folder, atomic_write, check_new_folder, check_path, read_json, to_json
 from .inference import DecodingConfig
 from .layers import Decoder, Encoder
 from .marian import (
@@ -93,13 +93,6 @@ def require(config, library: str, kinds: Sequence[str], **allowed: tuple) -> Non
         if size is not None and size * config.n_heads != config.d_model:
             raise ValueError(f'{name}={size}: {library} splits d_model={config.d_model} evenly among '
                              f'{config.n_heads} heads')
-
-def check_new(folder: str | Path) -> Path:
-    "Return the path of a folder to write. Raises FileExistsError, or TypeError or ValueError for what is no path."
-    folder = check_path(folder, 'folder')
-    if folder.exists():
-        raise FileExistsError(f'{folder} exists: choose another folder, or remove it first')
-    return folder
 
 def decoding_config(training: dict, path: str | Path = 'training.json') -> DecodingConfig:
     "Return the decoding settings stored with a model. Raises ValueError that names the file."
@@ -241,8 +234,8 @@ def import_marian(source_folder: str | Path, folder: str | Path) -> Path:
     :param folder: model folder to write; must not exist yet
     :return: `folder`
     """
-    source_folder = Path(source_folder)
-    folder = check_new(folder)
+    source_folder = check_path(source_folder, 'source_folder')
+    folder = check_new_folder(folder)
     config = read_marian_config(source_folder)
     decoding, forbidden = read_generation(source_folder / 'generation_config.json', config)
     tokenizer, src_rows, tgt_rows = read_marian_tokenizer(source_folder, config)
@@ -277,7 +270,7 @@ def export_marian(model_folder: str | Path, folder: str | Path) -> Path:
     :param folder: folder to write; must not exist yet
     :return: `folder`
     """
-    folder = check_new(folder)
+    folder = check_new_folder(folder)
     model, tokenizer, training = read_model_folder(model_folder)
     decoding = decoding_config(training)
     require(model.config, 'Marian', ('transformer', 'marian'), norm=('post',), positions=('sinusoidal',))
@@ -373,7 +366,7 @@ def export_ctranslate2(model_folder: str | Path, folder: str | Path, quantizatio
     known = ctranslate2_library().specs.model_spec.ACCEPTED_MODEL_TYPES
     if quantization is not None and quantization not in known:
         raise ValueError(f'quantization={quantization!r} is unknown: choose one of {", ".join(known)}')
-    folder = check_new(folder)
+    folder = check_new_folder(folder)
     model, tokenizer, training = read_model_folder(model_folder)
     spec = ctranslate2_spec(model, tokenizer)
     spec.validate()

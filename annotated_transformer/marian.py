@@ -244,13 +244,16 @@ ACTIVATION_NAMES = {'relu': 'relu', 'gelu': 'gelu', 'swish': 'swish', 'silu': 's
 def read_required(folder: Path, name: str) -> dict:
     "Read a JSON file of a Marian folder. Raises FileNotFoundError or ValueError that names it."
     if not (folder / name).is_file():
-        raise FileNotFoundError(f'{folder} is not a Marian folder: it has no {name}')
+        problem = f'it has no {name}' if folder.is_dir() else 'it is no folder'
+        raise FileNotFoundError(f'{folder} is not a Marian folder: {problem}')
     return read_json(folder / name)
 
 def read_marian_config(folder: Path) -> dict:
     "Read config.json with defaults. Raises FileNotFoundError, or ValueError that names a field we do not support."
     path = folder / 'config.json'
     config = MARIAN_DEFAULTS | read_required(folder, 'config.json')
+    if 'kind' in config:
+        raise ValueError(f'{path} is of this library already: use the folder as it is')
     required = {'model_type': 'marian', 'static_position_embeddings': True, 'normalize_before': False,
                 'normalize_embedding': False, 'add_final_layer_norm': False}
     for size in ('layers', 'attention_heads', 'ffn_dim'):

@@ -15,6 +15,7 @@ import logging
 import socket
 import time
 import urllib.parse
+import warnings
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -178,9 +179,12 @@ def parse_body(body: bytes, content_type: str) -> dict:
 class TranslateRequest:
     """A valid request for translations.
 
+    :param texts: lines
+    :param n_lines: of each text that the client sent
     :param is_single: whether the client sent a text, not a list: then it gets a text back
     """
     texts: list[str]
+    n_lines: list[int]
     is_single: bool
     n_best: int
 
@@ -196,8 +200,10 @@ def parse_request(fields: dict, langs: tuple[str, str], max_n_best: int, max_sen
     texts = [text] if isinstance(text, str) else text
     if not isinstance(texts, list) or not texts or not all(isinstance(item, str) for item in texts):
         raise BadRequest(400, 'q must be a sentence or a list of sentences')
-    if len(texts) > max_sentences:
-        raise BadRequest(413, f'q has {len(texts)} sentences: send at most {max_sentences} at a time')
+    lines = [item.splitlines() or [''] for item in texts]
+    n_lines = [len(item) for item in lines]
+    if sum(n_lines) > max_sentences:
+        raise BadRequest(413, f'q has {sum(n_lines)} sentences: send at most {max_sentences} at a time')
     source = fields.get('source', 'auto')
     target = fields.get('target', langs[1])
     if source not in ('auto', langs[0]) or target != langs[1]:
@@ -207,7 +213,8 @@ def parse_request(fields: dict, langs: tuple[str, str], max_n_best: int, max_sen
     alternatives = str(fields.get('alternatives', 0))
     if alternatives not in [str(n) for n in range(max_n_best)]:
         raise BadRequest(400, f'alternatives must be a whole number from 0 to {max_n_best - 1}')
-    return TranslateRequest(texts, isinstance(text, str), 1 + int(alternatives))
+    return TranslateRequest([line for item in lines for line in item], n_lines, isinstance(text, str),
+                            1 + int(alternatives))
 
 async def read_body(
     request, # a Starlette request
@@ -231,9 +238,16 @@ def check_key(request, fields: dict, api_key: str | None) -> None:
         raise BadRequest(403, 'the API key is missing or wrong')
 
 def translate_response(asked: TranslateRequest, found: list[list[Translation]]) -> dict:
-    "Return a response in LibreTranslate's form: one text, or a list of texts."
-    best = [translations[0].text for translations in found]
-    others = [[translation.text for translation in translations[1:]] for translations in found]
+    "Return a response in LibreTranslate's form: one text, or a list of texts, each with its lines joined again."
+    best = []
+    others = []
+    rest = iter(found)
+    for n_lines in asked.n_lines:
+        lines = [[translation.text for translation in next(rest)] for _ in range(n_lines)]
+        n_best = max(len(ways) for ways in lines) # a blank line has one translation
+        texts = ['\n'.join(ways[min(rank, len(ways) - 1)] for ways in lines) for rank in range(n_best)]
+        best.append(texts[0])
+        others.append(texts[1:])
     response: dict[str, Any] = {'translatedText': best[0] if asked.is_single else best}
     if asked.n_best > 1:
         response['alternatives'] = others[0] if asked.is_single else others
@@ -254,9 +268,14 @@ def make_batchers(translator: Translator, config: ServerConfig) -> tuple[Batcher
     def find_attention(texts, n_best):
         return [[attention_response(translator, text)] for text in texts]
 
+    def find_translations(texts, n_best):
+        with warnings.catch_warnings(): # they would quote a client's text in the server's log
+            warnings.simplefilter('ignore')
+            return translator.translate_n_best(texts, n_best)
+
     thread = ThreadPoolExecutor(1)
     one_by_one = replace(config, max_batch=1, max_wait=0.0, max_sentences=1, max_waiting=config.max_attention)
-    return Batcher(translator.translate_n_best, config, thread), Batcher(find_attention, one_by_one, thread)
+    return Batcher(find_translations, config, thread), Batcher(find_attention, one_by_one, thread)
 
 async def handle(
     request,           # a Starlette request

@@ -695,6 +695,10 @@ def test_averages_that_cannot_be(tmp_path):
     folders = [save(tmp_path, step, seed=step) for step in (1, 2)]
     with pytest.raises(ValueError, match='no checkpoints to average'):
         average_checkpoints([], tmp_path / 'mean')
+    with pytest.raises(TypeError, match='folders must be a list of model folders, got one path'):
+        average_checkpoints('run', tmp_path / 'mean')
+    with pytest.raises(ValueError, match="folder='' is empty"):
+        average_checkpoints(folders, '')
     wide = tmp_path / 'wide'
     save_model(Transformer(TransformerConfig(**(vars(CONFIG) | dict(d_ff=32)))), wide)
     with pytest.raises(ValueError, match='their config.json differ'):

@@ -57,7 +57,7 @@ def test_upload(tmp_path, monkeypatch, private):
 @pytest.mark.parametrize('name', ['', 'a/b/c', './model', '/abs/model', 'owner/', 'C:\\models', 'a model'])
 def test_what_is_no_name_on_the_hub(tmp_path, name):
     for call in (lambda: download_folder(name, FILES), lambda: upload_folder(tmp_path, name)):
-        with pytest.raises(FileNotFoundError, match='nor a name on the Hugging Face Hub, which has the form owner/name'):
+        with pytest.raises(FileNotFoundError, match='not a name on the Hugging Face Hub, which has the form owner/name'):
             call()
 
 

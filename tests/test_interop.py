@@ -330,6 +330,23 @@ def test_a_folder_that_is_not_a_model(tmp_path, function):
         function(tmp_path / 'ours', tmp_path / 'out')
 
 
+def test_paths_that_are_none(tmp_path):
+    "An empty name is not the current folder."
+    (tmp_path / 'pairs.tsv').write_text('a\tb\n')
+    for function in (export_marian, export_ctranslate2, import_marian):
+        with pytest.raises(ValueError, match="='' is empty: give a name"):
+            function('', tmp_path / 'out')
+        with pytest.raises(ValueError, match="folder='' is empty: give a name"):
+            function(SHIPPED, '')
+        with pytest.raises(FileExistsError, match='pairs.tsv exists: choose another folder'):
+            function(SHIPPED, tmp_path / 'pairs.tsv')
+        with pytest.raises(FileNotFoundError, match='pairs.tsv is a file|pairs.tsv is not a Marian folder: it is no folder'):
+            function(tmp_path / 'pairs.tsv', tmp_path / 'out')
+    with pytest.raises(ValueError, match='is of this library already: use the folder as it is'):
+        import_marian(SHIPPED, tmp_path / 'out')
+    assert not (tmp_path / 'out').exists()
+
+
 def test_without_the_other_libraries(hub, imported, tmp_path, monkeypatch):
     for name in ('transformers', 'ctranslate2'):
         monkeypatch.setitem(sys.modules, name, None)

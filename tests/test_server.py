@@ -53,6 +53,26 @@ def test_several_sentences_with_alternatives(client, translator):
     assert answer['alternatives'] == expected
 
 
+def test_every_line_of_a_text_is_translated(client, translator):
+    "A model that was trained on sentences would leave out all lines but the first."
+    lines = ['The dog sleeps.', '', 'The cat reads.']
+    expected = [[found.text for found in ways] for ways in translator.translate_n_best(lines, 2)]
+    answer = client.post('/translate', json={'q': '\r\n'.join(lines) + '\n'}).json()
+    assert answer == {'translatedText': 'Der Hund schläft.\n\nDie Katze liest.'}
+    answer = client.post('/translate', json={'q': ['A dog.', '\n'.join(lines)], 'alternatives': 1}).json()
+    assert answer['translatedText'] == [translator.translate('A dog.'), 'Der Hund schläft.\n\nDie Katze liest.']
+    assert answer['alternatives'][1] == [f'{expected[0][1]}\n\n{expected[2][1]}']
+    with limited(translator, max_sentences=2) as small:
+        assert small.post('/translate', json={'q': 'A dog.\nA cat.'}).status_code == 200
+        answer = small.post('/translate', json={'q': 'a\nb\nc'})
+        assert answer.status_code == 413 and 'q has 3 sentences: send at most 2' in answer.json()['error']
+
+
+def test_no_warning_quotes_a_clients_text(client, recwarn):
+    assert client.post('/translate', json={'q': 'The \N{SNOWMAN} sleeps.'}).status_code == 200
+    assert not [warning for warning in recwarn if 'SNOWMAN' in str(warning.message) or 'unknown' in str(warning.message)]
+
+
 def test_web_form(client, translator):
     answer = client.post('/translate', data={'q': 'The dog sleeps.', 'source': 'en', 'target': 'de', 'format': 'text'})
     assert answer.json() == {'translatedText': translator.translate('The dog sleeps.')}
