@@ -3,13 +3,14 @@
 """Text streams: feed a model any number of lines, of any kind, without running out of memory."""
 
 __all__ = ['FLUSH', 'LINE_BREAK', 'MAX_NAMED', 'FRACTIONS', 'RANGES', 'OTHER_NAMES', 'COUNTS', 'DRAWING', 'length_groups',
-           'buffered', 'to_text', 'Found', 'InputReport', 'TranslateSettings', 'SampleSettings', 'require',
+           'buffered', 'to_text', 'warn', 'Found', 'InputReport', 'TranslateSettings', 'SampleSettings', 'require',
            'require_pairs', 'with_prefixes', 'require_prefix', 'require_numbers', 'refuse_unknown', 'refuse_unnamed',
            'changed_settings', 'SentenceSplitter']
 
 import difflib
 import math
 import re
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -74,6 +75,15 @@ def to_text(item) -> str:
     if not isinstance(text, str):
         raise TypeError(f'expected text, got {type(item).__name__}')
     return text.removeprefix('\ufeff').rstrip('\r\n') # some editors put a byte order mark first
+
+def warn(message: str) -> None:
+    "Warn at the line of the program that called this library."
+    level = 2
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get('__name__', '').startswith('annotated_transformer.'):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, stacklevel=level)
 
 LINE_BREAK = re.compile('[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]')
 MAX_NAMED = 10 # unknown characters in a warning
@@ -162,20 +172,19 @@ class InputReport:
     def warn(self) -> None:
         "Warn of each problem, if there was any."
         if self.truncated.n:
-            warnings.warn(f'truncated to {self.max_tokens} tokens, the longest text that the model can read: '
-                          f'{self.truncated.describe(self.n_texts, self.what)}; the longest has {self.longest} tokens)')
+            warn(f'truncated to {self.max_tokens} tokens, the longest text that the model can read: '
+                 f'{self.truncated.describe(self.n_texts, self.what)}; the longest has {self.longest} tokens)')
         if self.broken.n:
-            warnings.warn(f'line breaks are read as spaces: {self.broken.describe(self.n_texts, self.what)}). '
-                          'Translate each line by itself, or the model may leave some out')
+            warn(f'line breaks are read as spaces: {self.broken.describe(self.n_texts, self.what)}). '
+                 'Translate each line by itself, or the model may leave some out')
         if self.unknown.n:
             names = [name[:20] if name.isprintable() else ascii(name[:20])[1:-1] for name in self.names[:MAX_NAMED]]
             more = ' ...' if len(self.names) > MAX_NAMED else ''
-            warnings.warn(f'unknown to the tokenizer, and read as <unk>: {" ".join(names)}{more} '
-                          f'in {self.unknown.describe(self.n_texts, self.what)})')
+            warn(f'unknown to the tokenizer, and read as <unk>: {" ".join(names)}{more} '
+                 f'in {self.unknown.describe(self.n_texts, self.what)})')
         if self.n_unreadable:
-            warnings.warn(
-                f'{self.n_unreadable} of {self.n_lines} lines could not be read and got an empty translation; '
-                f'the first: {self.first_unreadable}')
+            warn(f'{self.n_unreadable} of {self.n_lines} lines could not be read and got an empty translation; '
+                 f'the first: {self.first_unreadable}')
 
 class TranslateSettings(TypedDict, total=False):
     "The keyword arguments that `Translator.translate` and `translate_n_best` share; `translate` explains them."

@@ -3,6 +3,7 @@ import copy
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 import tracemalloc
@@ -23,6 +24,7 @@ from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.translator import FILES, Translation, Translator
 from annotated_transformer.vocabulary import BOS, EOS, PAD, UNK, train_tokenizer
 
+ROOT = Path(__file__).resolve().parents[1]
 PAIRS = [(pair.src, pair.tgt) for pair in toy_ende('train', n=300)]
 TEXTS = [src for src, _ in PAIRS[:23]]
 QUICK = {'beam_size': 1, 'max_extra_tokens': 3}
@@ -236,6 +238,24 @@ def test_line_breaks_and_unknown_characters_are_noticed_once_in_each_call(transl
         f'line breaks are read as spaces: 1 of {total} sentences (number {number}). '
         'Translate each line by itself, or the model may leave some out',
         f'unknown to the tokenizer, and read as <unk>: \N{SNOWMAN} in 1 of {total} sentences (number {number})']
+
+
+USER = """
+from annotated_transformer.translator import Translator
+t = Translator.load(device='cpu')
+t.translate('The ☃ sleeps.')
+for _ in t.translate(iter(['The ☃ sleeps.'])): pass
+t.sample(['The ☃ sleeps.'])
+"""
+
+
+def test_a_warning_shows_the_line_of_the_program(tmp_path):
+    "In a process of its own: here, a type checker would stand between the program and the library."
+    (tmp_path / 'user.py').write_text(USER, encoding='utf-8')
+    done = subprocess.run([sys.executable, '-X', 'utf8', 'user.py'], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {'PYTHONPATH': str(ROOT)})
+    places = [line.split(': ')[0].rpartition('user.py')[2] for line in done.stderr.splitlines() if 'Warning' in line]
+    assert places == [':4', ':5', ':6'], done.stderr
 
 
 def test_unknown_words_are_named():
