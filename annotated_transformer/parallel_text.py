@@ -127,8 +127,8 @@ def count_bad_lines(errors: Sequence[BadLine], path: str | Path, n_lines: int, l
         raise ValueError(f'{path}: too many bad lines to leave out, {found}')
     warnings.warn(f'{path}: left out {found}')
 
-def read_lines(path: str | Path, left_out: Counter | None = None) -> list[str]:
-    """All lines of a text. Raises what `stream_lines` raises, and ValueError if all lines are blank.
+def read_lines(path: str | Path, left_out: Counter | None = None) -> list[str | None]:
+    """All lines, None for those left out. Raises what `stream_lines` raises, and ValueError if all lines are blank.
 
     :param path: a UTF-8 text file, gzipped or not
     :param left_out: as for `stream_lines`
@@ -139,8 +139,8 @@ def read_lines(path: str | Path, left_out: Counter | None = None) -> list[str]:
     return lines
 
 def zip_lines(
-    src: Sequence[str], tgt: Sequence[str], names: Sequence[str | Path] = ('source', 'target'),
-) -> list[tuple[str, str]]:
+    src: Sequence[str | None], tgt: Sequence[str | None], names: Sequence[str | Path] = ('source', 'target'),
+) -> list[tuple[str | None, str | None]]:
     """Pair the lines of two texts. Raises ValueError with both counts if they differ.
 
     :param names: of the two files, for the error message

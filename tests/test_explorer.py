@@ -165,7 +165,7 @@ def visit(chromium, tmp_path):
     opened = []
 
     def open_page(what, scheme='light', width=1280, height=800):
-        path = what if isinstance(what, Path) else what.save(tmp_path / 'attention.html')
+        path = what if isinstance(what, Path) else what.save(tmp_path / 'attention.html', overwrite=True)
         context = chromium.new_context(color_scheme=scheme, viewport={'width': width, 'height': height}, offline=True)
         page = context.new_page()
         requests = []
