@@ -371,7 +371,7 @@ def training_record(folder: str | Path) -> dict:
         return {'run': read_json(run / 'run.json')}
     return {}
 
-def average_checkpoints(folders: Sequence[str | Path], out: str | Path) -> Path:
+def average_checkpoints(folders: Sequence[str | Path], out: str | Path, overwrite: bool = False) -> Path:
     """Write a model folder whose weights are the mean of several (section 6.1).
 
     Raises ValueError if there are none, they differ in more than weights, or their run is in
@@ -379,11 +379,12 @@ def average_checkpoints(folders: Sequence[str | Path], out: str | Path) -> Path:
 
     :param folders: model folders of one run
     :param out: must not exist
+    :param overwrite: `out` may exist, and is replaced
     """
     if isinstance(folders, (str, Path)):
         raise TypeError('folders must be a list of model folders, got one path')
     folders = [Path(folder) for folder in folders]
-    out = check_new_folder(out)
+    out = Path(out) if overwrite else check_new_folder(out)
     if not folders:
         raise ValueError('there are no checkpoints to average')
     for folder in folders:

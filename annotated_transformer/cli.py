@@ -2,10 +2,11 @@
 
 """Command line: train, evaluate, translate and inspect from a shell; know which setting wins."""
 
-__all__ = ['COMMANDS', 'DECIDING', 'PROGRAM', 'NO_MEMORY', 'choose_command', 'command_class', 'with_file', 'parse_values',
-           'parse', 'save_config', 'run', 'as_typed', 'is_out_of_memory', 'main']
+__all__ = ['COMMANDS', 'DECIDING', 'PROGRAM', 'EXAMPLE', 'NO_MEMORY', 'choose_command', 'command_class', 'with_file',
+           'parse_values', 'parse', 'save_config', 'run', 'as_typed', 'is_out_of_memory', 'main']
 
 import contextlib
+import difflib
 import importlib
 import os
 import signal
@@ -20,15 +21,15 @@ from typing import Annotated, Union
 import tyro
 
 import annotated_transformer
-from .command_options import (
-    Command, Option, config_text, named_as_typed, parse_options, peek, read_config)
+from .command_options import Command, Option, named_as_typed, parse_options, peek
+from .config_files import config_text, read_config
 from .files import atomic_write
 
 COMMANDS = { # name: module and class, and what the list of commands says
     'train': ('train_command', 'Train', 'Train a translator on sentence pairs'),
     'evaluate': ('commands', 'Evaluate', 'Score a model, or any translations, with BLEU and chrF'),
-    'translate': ('commands', 'Translate', 'Translate sentences, a file, or the standard input'),
-    'attention': ('commands', 'Attention', 'Write an interactive page of the attention weights for a sentence'),
+    'translate': ('translate_command', 'Translate', 'Translate sentences, a file, or the standard input'),
+    'attention': ('commands', 'Attention', 'Show the attention weights for a sentence: a web page, or a picture'),
     'average': ('model_commands', 'Average', "Average a run's checkpoints into a new model"),
     'import-marian': ('model_commands', 'ImportMarian', 'Convert a Marian or OPUS-MT model'),
     'export': ('model_commands', 'Export', 'Convert a model for CTranslate2 or Marian'),
@@ -40,6 +41,7 @@ COMMANDS = { # name: module and class, and what the list of commands says
 DECIDING = ('corpus', 'tsv', 'src', 'recipe', 'preset', 'start_from', 'model', 'config')
 
 PROGRAM = 'annotated-transformer'
+EXAMPLE = f'{PROGRAM} translate "The dog sleeps."'
 
 def choose_command(args: Sequence[str]) -> str:
     "Return the name of the command; print help or the version. Raises ValueError for an unknown command."
@@ -49,8 +51,10 @@ def choose_command(args: Sequence[str]) -> str:
     if first == '--version':
         print(f'{PROGRAM} {annotated_transformer.__version__}')
         raise SystemExit(0)
-    if first not in ('-h', '--help'):
-        raise ValueError(f'{first} is not a command: choose one of {", ".join(COMMANDS)}')
+    if first not in ('-h', '--help', 'help'):
+        similar = difflib.get_close_matches(first, COMMANDS, 1)
+        hint = f' (did you mean {similar[0]}?)' if similar else ''
+        raise ValueError(f'{first} is not a command{hint}: choose one of {", ".join(COMMANDS)}. Example: {EXAMPLE}')
     entries = [] # tyro lists the members of a union of classes
     for name, (_, _, text) in COMMANDS.items():
         empty_class = make_dataclass('Command', [])
@@ -87,7 +91,7 @@ def parse_values(args: Sequence[str]) -> tuple[type[Command], dict]:
     from_file = read_config(typed['config'], known) if 'config' in typed else {}
     options = with_file(command, typed, from_file)
     values = parse_options(options, args[1:], f'{PROGRAM} {name}', command.description(typed), command.GROUPS,
-                           command.REST)
+                           command.REST, command.EXAMPLE)
     return command, values
 
 def parse(args: Sequence[str]) -> Command:

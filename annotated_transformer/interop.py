@@ -81,9 +81,13 @@ def require(config, library: str, kinds: Sequence[str], **allowed: tuple) -> Non
     :param allowed: values of a field that it can represent
     """
     options = ' '.join(f'--{name} {values[0]}' for name, values in allowed.items() if isinstance(values[0], str))
-    advice = f'. To export a model, train it with {options}' if options else ''
+    if kind_of(config) == 'recurrent':
+        options = f'--architecture transformer {options}'.strip()
+    advice = f'. A trained model cannot be changed: for {library}, train one with {options}' if options else ''
     if kind_of(config) not in kinds:
-        raise ValueError(f'kind={kind_of(config)!r}: {library} can only represent {" and ".join(kinds)}{advice}')
+        positions = getattr(config, 'positions', None)
+        kind = f'kind={kind_of(config)!r}' + (f' with positions={positions!r}' if positions else '')
+        raise ValueError(f'{kind}: {library} can only represent {" and ".join(kinds)}{advice}')
     for name, values in allowed.items():
         value = getattr(config, name)
         if value not in values:

@@ -23,16 +23,20 @@ class Average(Command):
 
     :param run: folder of a training run
     :param out: new folder (left out: RUN/averaged-last-N or RUN/averaged-best-N)
+    :param overwrite: replace an average that the folder holds
     :param n: checkpoints to average
     :param best: average the best checkpoints, not the last
     :param monitor: with --best: what decides (left out: val_loss)
     """
     run: tyro.conf.Positional[Path]
     out: Path | None = None
+    overwrite: bool = False
     n: int = 5
     best: bool = False
     monitor: Literal['val_loss', 'val_bleu'] | None = None
     common: Common = field(default_factory=Common)
+
+    EXAMPLE = 'annotated-transformer average runs/mine --n 3'
 
     def __call__(self) -> None:
         if self.n < 1:
@@ -53,9 +57,19 @@ class Average(Command):
             raise ValueError(f'{self.run} keeps {len(found)} of its {self.n} {kind} checkpoints: '
                              'average fewer with --n, '
                              'or train with a larger --average-checkpoints or --keep-best')
-        out = average_checkpoints(found, self.out or self.run / f'averaged-{kind}-{self.n}')
+        out = self.out or self.run / f'averaged-{kind}-{self.n}'
+        if out.exists():
+            self.check_old(out)
+        average_checkpoints(found, out, self.overwrite)
         write_model_card(out)
         print(f'{out} is the average of {", ".join(folder.name for folder in found)}')
+
+    def check_old(self, out: Path) -> None:
+        "Raise ValueError unless the folder holds an average that may be replaced."
+        if not read_json(out / 'training.json', {}).get('averaged'):
+            raise ValueError(f'{out} exists, and is no average of checkpoints: choose another --out')
+        if not self.overwrite:
+            raise ValueError(f'{out} exists: choose another --out, or use --overwrite to replace it')
 
     def last_steps(self, rows: list[dict]) -> list[int]:
         "Return the last steps with a validation on schedule, and the final one; a run may keep other checkpoints."
@@ -74,6 +88,8 @@ class ImportMarian(Command):
     out: Path
     common: Common = field(default_factory=Common)
 
+    EXAMPLE = 'annotated-transformer import-marian opus-mt-en-de --out models/en-de'
+
     def __call__(self) -> None:
         from annotated_transformer.interop import import_marian
         import_marian(self.folder, self.out)
@@ -84,7 +100,13 @@ class ImportMarian(Command):
 class Export(Command):
     """Convert a model for another program: CTranslate2, which serves it fast, or Marian as transformers reads it.
 
-    CTranslate2 needs: pip install 'annotated_transformer[ctranslate2]'
+    CTranslate2 needs: pip install 'annotated_transformer[ctranslate2]'. It can represent every model but recurrent
+    ones and those with ALiBi positions.
+
+    Marian can represent only models that were trained with --norm post --positions sinusoidal (and without --d-k
+    and
+    --d-v). These are not the defaults for your own data, and a trained model cannot be changed: decide before
+    training.
 
     :param model: a model's folder
     :param to: the other program
@@ -96,6 +118,8 @@ class Export(Command):
     out: Path
     quantization: Literal['float32', 'float16', 'int8', 'int8_float32', 'int8_float16'] = 'float32'
     common: Common = field(default_factory=Common)
+
+    EXAMPLE = 'annotated-transformer export runs/mine --to ctranslate2 --out runs/mine-ct2'
 
     def __call__(self) -> None:
         from annotated_transformer.interop import export_ctranslate2, export_marian
@@ -127,6 +151,7 @@ class Serve(Command):
         'max_attention': 'requests for attention weights that may wait; one beyond that is refused with status 429',
         'timeout': 'seconds for one request; one that takes longer gets status 408 or 504',
     }
+    EXAMPLE = 'annotated-transformer serve --model runs/mine --port 8000'
     GROUPS = {
         '': ('', ('model', 'host', 'port', 'api_key', 'engine', 'compute_type', 'device', 'threads',
                  'config', 'save_config')),

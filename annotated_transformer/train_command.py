@@ -151,6 +151,7 @@ class Train(Command):
 
     GROUPS = GROUPS
     REST = 'expert'
+    EXAMPLE = 'annotated-transformer train --tsv pairs.tsv --pair en-fr --out runs/mine --max-minutes 5'
     KINDS = {
         'corpus': Literal[tuple(CORPORA)],
         'pair': str | None,
@@ -168,7 +169,9 @@ class Train(Command):
         'tgt': 'translations, file by file and line by line',
         'start_from': "a trained model's folder: continue with its weights and its vocabulary on other data",
         'vocab_size': 'largest number of tokens, shared by source and target (section 5.1)',
-        'positions': 'how the model knows positions; rotary and alibi are newer than the paper (section 3.5)',
+        'norm': "layer norm after each residual addition; 'pre': before each sublayer; for export to Marian: post",
+        'positions': 'how the model knows positions; rotary and alibi are newer than the paper (section 3.5). For '
+                     'export to Marian: sinusoidal',
         'peak_lr': "largest learning rate (left out: the paper's, from d_model and the warm-up)",
         'on_error': 'a line to train on that is no text, or a row without a tab: stop, or skip it and count it '
                     '(more than a tenth of a file always stops)',
@@ -313,6 +316,8 @@ class Demo(Command):
     overwrite: bool = False
     common: Common = field(default_factory=Common)
 
+    EXAMPLE = 'annotated-transformer demo'
+
     def __call__(self) -> None:
         translator = train(default_run(), self.out, self.overwrite, device=chosen_device(self.common))
         corpus = load_corpus(CorpusConfig())
@@ -340,12 +345,16 @@ def show(pairs: list[tuple[str, str]], translations: list[str], n: int = 8) -> N
         if translation != tgt:
             print(f'  (reference: {tgt})')
 
-def draw_attention(translator: Translator, text: str, path: Path) -> None:
-    "Draw the cross-attention of the last layer, averaged over its heads, into a file."
+def draw_attention(translator: Translator, text: str, path: Path, translation: str | None = None) -> None:
+    """Draw the cross-attention of the last layer, averaged over its heads, into a file.
+
+    :param path: .png, .svg or .pdf
+    :param translation: default: the model's own
+    """
     import matplotlib
     matplotlib.use('Agg')
     from annotated_transformer.plotting import figure, heatmap
-    maps = translator.attention(text)
+    maps = translator.attention(text, translation)
     weights = maps.cross[-1].mean(0)
     height = 1.2 + 0.22 * len(maps.tgt)
     queries = [token.lstrip('▁') for token in maps.tgt[1:] + ['<eos>']]
@@ -355,5 +364,5 @@ def draw_attention(translator: Translator, text: str, path: Path) -> None:
             'token to write', numbers=False, vmax=1)
     ax.tick_params(axis='x', rotation=60)
     data = BytesIO()
-    ax.figure.savefig(data, dpi=120, bbox_inches='tight', facecolor='white')
+    ax.figure.savefig(data, format=path.suffix[1:].lower(), dpi=120, bbox_inches='tight', facecolor='white')
     atomic_write(path, data.getvalue())

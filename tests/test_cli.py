@@ -139,15 +139,15 @@ def test_help_shows_the_defaults_that_apply(capsys, tmp_path):
 
 
 def test_an_unknown_command_and_option_are_named(fails):
-    assert 'translat is not a command: choose one of train' in fails('translat')
+    assert 'translat is not a command (did you mean translate?): choose one of train' in fails('translat')
+    assert 'Example: annotated-transformer translate' in fails('runs/mine')
     assert "--modle, x (did you mean --model?)" in fails('translate', '--modle', 'x')
     assert '--beam, x (did you mean --beam-size or --beam-patience?)' in fails('translate', '--beam', 'x')
-    assert fails('translate', '--zzzz', 'x').endswith('--zzzz, x')
+    assert '--zzzz, x. Example: ' in fails('translate', '--zzzz', 'x')
     for theirs, ours in (('--lr', '--peak-lr'), ('--batch-size', '--max-tokens'), ('--epochs', '--max-epochs')):
         assert f'did you mean {ours}?' in fails('train', theirs, 1)
     assert '--beam-size x is not a whole number' in fails('translate', '--beam-size', 'x', 'hello')
     assert '--length-penalty x is not a number' in fails('translate', '--length-penalty', 'x', 'hello')
-    assert 'missing: RUN' in fails('average')
 
 
 def test_messages_name_options_as_they_are_typed():
@@ -455,7 +455,7 @@ def test_lines_that_are_not_text(monkeypatch, run, fails):
     monkeypatch.setattr(sys, 'stdin', Pipe(data))
     printed = run('translate')
     assert printed.out.split('\n') == ['Die Katze schläft.', '', 'Der Hund schläft.', '']
-    assert len(printed.err.splitlines()) == 1 and '1 of 3 lines' in printed.err and 'line 2: not UTF-8' in printed.err
+    assert len(printed.err.splitlines()) == 2 and '1 of 3 lines' in printed.err and 'line 2: not UTF-8' in printed.err
     monkeypatch.setattr(sys, 'stdin', Pipe(data))
     assert 'line 2' in fails('translate', '--on-error', 'stop')
 
@@ -735,7 +735,7 @@ def test_a_reader_that_leaves_ends_the_command(monkeypatch, capsys):
     with os.fdopen(writer, 'w') as out:
         monkeypatch.setattr(sys, 'stdout', out)
         with pytest.raises(SystemExit) as ended:
-            main(['translate', 'The cat sleeps.'])
+            main(['translate', '--model', str(SHIPPED), 'The cat sleeps.'])
     assert (ended.value.code, capsys.readouterr().err) == (141, '')
 
 
@@ -807,6 +807,14 @@ def test_average(trained, run, fails, tmp_path):
     assert 'keeps 2 of its 9 last checkpoints' in fails('average', trained, '--n', 9)
     assert 'no val_bleu in its log' in fails('average', trained, '--best', '--monitor', 'val_bleu')
     assert '--n 0 must be at least 1' in fails('average', trained, '--n', 0)
+    assert 'mean exists: choose another --out, or use --overwrite' in fails('average', trained, '--n', 1, '--out', out)
+    before = hashes(out)[Path('model.safetensors')]
+    run('average', trained, '--n', 1, '--out', out, '--overwrite')
+    assert hashes(out)[Path('model.safetensors')] != before and (out / 'README.md').is_file()
+    for folder in (trained, list_checkpoints(trained)[0]): # no average
+        before = hashes(folder)
+        assert 'is no average of checkpoints' in fails('average', trained, '--n', 1, '--out', folder, '--overwrite')
+        assert hashes(folder) == before
     with lock_folder(trained):
         assert 'is in use by process' in fails('average', trained, '--n', 2)
 
@@ -824,6 +832,100 @@ def test_attention_is_a_page(run, fails, tmp_path):
     assert 'exists' in fails('attention', 'The cat sleeps.', '--output', path)
 
 
+# second trial, points 3, 4 and 6: arguments that are no sentences, and tables
+@pytest.mark.parametrize('args, message', [
+    (['translate', 'the', 'dog', 'sees', 'a', 'cat'], 'sentences of one word each. Put one sentence in quotes: '
+     'annotated-transformer translate "the dog sees a cat"'),
+    (['translate', '--model', 'MODEL', 'the', 'dog'], 'translate --model MODEL "the dog"'),
+    (['translate', 'MODEL', 'the', 'dog'], 'MODEL is a folder, not a sentence: annotated-transformer translate --model MODEL "the dog"'),
+    (['translate', 'runs/mien', 'the dog'], 'no such folder: annotated-transformer translate --model FOLDER "the dog"'),
+    (['translate', 'TABLE'], 'TABLE is a file, not a sentence: annotated-transformer translate --input TABLE'),
+    (['translate', '--input', 'TABLE'], 'TABLE is a table, with tabs in its lines: name the column to translate, for example --column 1'),
+    (['translate', '--column', 1, 'The dog sleeps.'], '--column 1 is a column of a table'),
+    (['translate', '--column', 0, '--input', 'TABLE'], '--column 0 is a column of a table: 1 or higher'),
+    (['translate', '--model'], '--model needs a value'),
+    (['attention'], 'the sentence is missing. Example: annotated-transformer attention'),
+    (['attention', 'the', 'dog'], 'annotated-transformer attention "the dog"'),
+    (['attention', 'The dog sleeps.', 'The cat sleeps.'], '2 sentences are given, but attention shows one'),
+    (['attention', 'MODEL', 'The dog'], 'attention --model MODEL "The dog"'),
+    (['evaluate', 'MODEL'], 'did you mean --model MODEL?'),
+    (['evaluate', 'TABLE'], 'did you mean --tsv TABLE?'),
+    (['serve', 'MODEL'], 'did you mean --model MODEL?'),
+    (['train', 'MODEL'], 'did you mean --out MODEL?'),
+    (['train', 'mine.csv'], 'did you mean --tsv mine.csv?'),
+    (['train', '--tsv'], '--tsv needs a file: --tsv PATH'),
+    (['train', '--languages', 'en-fr'], 'did you mean --pair?'),
+    (['average'], 'RUN is missing (folder of a training run). Example: annotated-transformer average runs/mine'),
+    (['average', '--model', 'MODEL'], 'RUN is written without --model'),
+    (['average', '--run', 'MODEL'], 'RUN is written without --run'),
+    (['export', '--model', 'MODEL', '--to', 'marian', '--out', 'x'], 'MODEL is written without --model'),
+    (['export'], 'MODEL, --to and --out are missing. Example: annotated-transformer export runs/mine --to'),
+    (['export', 'MODEL', '--to', 'marian'], '--out is missing (new folder). Example:'),
+])
+def test_what_was_meant_is_shown(fails, tmp_path, args, message):
+    table = write_tsv(tmp_path / 'pairs.tsv')
+    def named(text):
+        return re.sub(r'(?<![\w-])MODEL(?! is written|,)', str(SHIPPED), text.replace('TABLE', str(table)))
+    message = named(message)
+    assert message in fails(*[named(str(arg)) for arg in args])
+
+
+def test_sentences_that_look_odd_are_translated(run):
+    for texts in (['Hello'], ['and/or'], ['The dog sleeps.', 'Hello'], ['猫が眠る。', '犬が眠る。'], ['naïve']):
+        assert run('translate', *texts).out.count('\n') == len(texts)
+
+
+def test_an_argument_with_line_breaks_gives_lines(run):
+    out = run('translate', 'The cat sleeps.\n\nThe dog sleeps.\r\n', 'The man sleeps.').out
+    assert out == 'Die Katze schläft.\n\nDer Hund schläft.\nDer Mann schläft.\n'
+
+
+def test_a_column_of_a_table_is_translated(tmp_path, monkeypatch, run, fails):
+    source = tmp_path / 'x.tsv'
+    source.write_text('1\tThe cat sleeps.\t-\n\n2\tThe dog sleeps.\n3\n')
+    args = ['translate', '--column', 2]
+    printed = run(*args, '--input', source, '--output', tmp_path / 'out.txt')
+    assert (tmp_path / 'out.txt').read_text() == 'Die Katze schläft.\n\nDer Hund schläft.\n\n'
+    assert '1 row (the first is line 4) without a column 2 got an empty translation' in printed.err
+    assert 'line 2: 1 column, so there is no column 2' in fails(*args, '--input', source, '--on-error', 'stop')
+    monkeypatch.setattr(sys, 'stdin', Pipe(source.read_bytes()))
+    assert run(*args).out == (tmp_path / 'out.txt').read_text()
+    monkeypatch.setattr(sys, 'stdin', Pipe(b'The cat sleeps.\nThe dog.\tDer Hund.\n')) # a pipe is not read ahead
+    assert '1 line of the input (the first is 2) with tabs: to translate one column of a table, use --column' in run('translate').err
+
+
+@pytest.mark.parametrize('data', ['', '\n \n'])
+def test_an_empty_input_is_noticed(data, tmp_path, monkeypatch, run):
+    (tmp_path / 'in.txt').write_text(data)
+    monkeypatch.setattr(sys, 'stdin', Pipe(data.encode()))
+    for args in (['--input', tmp_path / 'in.txt'], [], ['--split-sentences'], [data]):
+        assert 'nothing was translated: the input has no text' in run('translate', *args).err
+    assert 'nothing was' not in run('translate', 'The cat sleeps.').err
+
+
+def test_the_toy_model_is_announced(trained, run):
+    for args in (['translate'], ['evaluate', '--split', 'val', '--samples', 0]):
+        args = [*args, *['The cat sleeps.'] * (args[0] == 'translate'), '--max-extra-tokens', 1, '--beam-size', 1]
+        assert 'No --model: using the bundled toy English-German model' in run(*args).err
+        assert 'No --model' not in run(*args[:1], '--model', trained, *[arg for arg in args[1:] if arg not in ('--split', 'val')]).err
+
+
+# second trial, point 5
+@pytest.mark.parametrize('name, signature', [
+    ('a.png', b'\x89PNG'), ('a.svg', b'<?xml'), ('a.PDF', b'%PDF'), ('a.html', b'<!DOCTYPE html>')])
+def test_the_ending_decides_what_attention_writes(tmp_path, run, name, signature):
+    path = tmp_path / name
+    run('attention', 'The cat sleeps.', '--output', path, '--translation', 'Die Katze schläft.')
+    assert path.read_bytes().lstrip().lower().startswith(signature.lower())
+    assert [other.name for other in tmp_path.iterdir()] == [name]
+
+
+def test_attention_refuses_other_endings(tmp_path, fails):
+    for name in ('a.jpg', 'a'):
+        assert f'{name} must end in .html, .png, .svg, .pdf' in fails('attention', 'The cat sleeps.', '--output', tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
 def test_demo(tmp_path, monkeypatch, run):
     splits = {split: load_corpus('toy-ende')[split][:20] for split in ('test', 'test_long', 'test_combinations')}
     monkeypatch.setattr(train_command, 'train', lambda *args, **options: Translator.load())
@@ -836,13 +938,26 @@ def test_demo(tmp_path, monkeypatch, run):
 
 def test_export_and_import(trained, tmp_path, fails, run):
     message = fails('export', trained, '--to', 'marian', '--out', tmp_path / 'x')
-    assert "kind='relative': Marian can only represent transformer" in message
-    assert message.endswith('train it with --norm post --positions sinusoidal')
+    assert "kind='relative' with positions='rotary': Marian can only represent transformer" in message
+    assert message.endswith('for Marian, train one with --norm post --positions sinusoidal')
     assert 'nothing' in fails('import-marian', tmp_path / 'nothing', '--out', tmp_path / 'y')
     assert not (tmp_path / 'y').exists()
     assert '--quantization int8' in fails('export', SHIPPED, '--to', 'marian', '--out', tmp_path / 'x', '--quantization', 'int8')
     run('export', SHIPPED, '--to', 'marian', '--out', tmp_path / 'marian')
     assert (tmp_path / 'marian/config.json').is_file()
+
+
+# second trial, point 7
+def test_help_says_what_marian_needs_and_such_a_model_is_exported(tmp_path, run, fails, capsys):
+    assert 'trained with --norm post --positions sinusoidal' in helped(capsys, 'export')
+    assert helped(capsys, 'train', '--tsv', 'x.tsv').lower().count('for export to marian') == 2
+    args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--pair', 'en-de', *SMALL, '--max-steps', 2]
+    run(*args, '--out', tmp_path / 'a', '--norm', 'post', '--positions', 'sinusoidal')
+    run('export', tmp_path / 'a', '--to', 'marian', '--out', tmp_path / 'marian')
+    assert (tmp_path / 'marian/model.safetensors').is_file()
+    run(*args, '--out', tmp_path / 'b', '--architecture', 'recurrent')
+    message = fails('export', tmp_path / 'b', '--to', 'marian', '--out', tmp_path / 'x')
+    assert message.endswith('train one with --architecture transformer --norm post --positions sinusoidal')
 
 
 def test_several_tables_train_one_model(tmp_path, run, fails):

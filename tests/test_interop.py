@@ -284,7 +284,7 @@ def test_quantized_models_are_smaller_and_translate_alike(tmp_path, quantization
 @pytest.mark.parametrize('config, message', [
     (replace(PAPER, norm='pre'), "norm='pre': Marian can only represent 'post'"),
     (replace(PAPER, positions='learned'), "positions='learned': Marian"), (replace(PAPER, d_v=5), 'd_v=5: Marian splits'),
-    (RelativeConfig(**SIZES), "kind='relative': Marian")], ids=str)
+    (RelativeConfig(**SIZES), "kind='relative' with positions='rotary': Marian")], ids=str)
 def test_marian_cannot_represent(tmp_path, config, message):
     write_model(tmp_path / 'ours', config)
     with pytest.raises(ValueError, match=message):
