@@ -315,7 +315,7 @@ def plain_error(box: str) -> str:
     if found:
         return f'{found[1]} {found[3]} is not a {"whole number" if found[2] == "INT" else "number"}'
     text = re.sub(r'^Missing from .*?: ', 'missing: ', text)
-    text = re.sub(r' *Perhaps you meant: .*', '', text) # `with_suggestion` knows better
+    text = re.sub(r' *Perhaps you meant: .*', '', text) # `explained` knows better
     return text.replace('Expected 1 values.', '').strip()
 
 OTHER_NAMES = { # what other programs call an option

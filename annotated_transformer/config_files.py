@@ -16,7 +16,7 @@ from .command_options import Option, choices_of, metavar, strip_none, takes_seve
 def read_config(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
     """Read the options in a file. Raises ValueError that names the file and the option at fault.
 
-    :param path: written by `write_config`, or a run's run.json or training.json
+    :param path: written by --save-config, or a run's run.json or training.json
     :param options: of the command
     :return: values by name of option
     """

@@ -103,10 +103,8 @@ class Export(Command):
     CTranslate2 needs: pip install 'annotated_transformer[ctranslate2]'. It can represent every model but recurrent
     ones and those with ALiBi positions.
 
-    Marian can represent only models that were trained with --norm post --positions sinusoidal (and without --d-k
-    and
-    --d-v). These are not the defaults for your own data, and a trained model cannot be changed: decide before
-    training.
+    Marian can represent only models that were trained with --norm post --positions sinusoidal, and without --d-k
+    and --d-v. These are not the defaults for your own data: decide before training.
 
     :param model: a model's folder
     :param to: the other program

@@ -203,8 +203,7 @@ class Translate(Command):
         if self.input and self.input.is_file():
             settings = {'input': checksum(self.input), 'model': checksum((self.model or SHIPPED) / 'model.safetensors'),
                         'search': asdict(self.decoding), 'engine': asdict(self.engine), 'prefix': self.prefix,
-                        'column': self.column,
-                        'split_sentences': self.split_sentences}
+                        'column': self.column, 'split_sentences': self.split_sentences}
         lock = self.output.with_name(self.output.name + '.partial.lock')
         with lock_file(lock, str(self.output), 'wait until it ends, or choose another file'):
             file = PartialOutput(self.output, settings, self.overwrite, self.decoding.n_best > 1)
