@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from urllib.parse import urlencode
 
 import records
 from notebooks import convert
@@ -21,8 +22,25 @@ VENDOR = BUILD / 'vendor'
 HTML = BUILD / 'html'
 MODULES = BUILD / 'node_modules'
 EXPLAINER = SITE / 'explainer' / 'build.py'
-# Pages, by number, with a view of their own in the live explainer.
-VIEWS = {0: 'tour', 1: 'attention', 2: 'positions', 3: 'model', 4: 'model', 8: 'decoding', 11: 'attention'}
+# What the live explainer shows on each page of Part I: the view, its state (main.js), and the words of the link.
+VIEWS = {
+    0: ({'view': 'tour'}, 'watch a sentence become German'),
+    1: ({'view': 'attention'}, 'queries, keys, values and weights of every head'),
+    2: ({'view': 'positions'}, 'take the positions away'),
+    3: ({'view': 'model'}, 'the numbers inside every sublayer'),
+    4: ({'view': 'model'}, 'the numbers inside every box'),
+    5: ({'view': 'attention', 'box': 'encoder.1.self', 'source': 8,
+         'text': 'The dog sleeps in the house because it is tired.'},
+        'one layer connects distant words'),
+    6: ({'view': 'tokens', 'box': 'encoder.embedding', 'text': 'The elephant sleeps.'},
+        'from text to tokens, ids and vectors'),
+    7: ({'view': 'predictions', 'box': 'decoder.softmax', 'cursor': 3},
+        'what the model predicts after each prefix, and after a token that you force'),
+    8: ({'view': 'decoding', 'method': 'beam'}, 'greedy decoding, the beam, and sampling'),
+    9: ({'view': 'comparison', 'positions': 0}, 'damage the model, and compare its translation with the original'),
+    10: ({'view': 'translator'}, 'translate your own sentences'),
+    11: ({'view': 'attention', 'box': 'decoder.1.cross'}, 'every map, head by head'),
+}
 
 
 def vendor():
@@ -129,8 +147,11 @@ def toctrees():
 
 
 def live_view(page):
-    "The view of the live explainer that belongs to a page."
-    return VIEWS.get(page['number'], '') if EXPLAINER.exists() else ''
+    "Address and words of the view of the live explainer that belongs to a page; None where there is none."
+    if page['number'] not in VIEWS or not EXPLAINER.exists():
+        return None
+    state, words = VIEWS[page['number']]
+    return f'explainer/index.html#{urlencode(state)}', words
 
 
 def make_explainer():

@@ -4,6 +4,7 @@ Cells marked `#| hide` are left out, cells marked `hide-input` or `solution` are
 go, and names of the library and terms of the glossary become links.
 """
 import ast
+import html
 import re
 
 import nbformat
@@ -170,8 +171,9 @@ def masthead(page, minutes, view):
         items.append(f'<a href="api/{page["module"]}.html">Reference: {page["module"]}</a>')
     facts = f'<p class="page-facts">{" ".join(items)}</p>'
     if view:
-        address = f'explainer/index.html#view={view}'
-        facts += (f'<details class="live-view" data-address="{address}"><summary>See it live</summary>'
+        address, words = view
+        address = html.escape(address)
+        facts += (f'<details class="live-view" data-address="{address}"><summary>See it live: {words}</summary>'
                   f'<p><a href="{address}">Open this view by itself</a></p></details>')
     return f'```{{raw}} html\n{facts}\n```'
 
@@ -206,7 +208,7 @@ def code_cell(cell, page, heading):
     return [label, cell] if label else [cell]
 
 
-def convert(stem, target, reference, terms, view=''):
+def convert(stem, target, reference, terms, view=None):
     "Write one page as Sphinx shall read it; return the names of its code, with their addresses."
     page = PAGES[stem]
     notebook = nbformat.read(NBS / f'{stem}.ipynb', 4)

@@ -1,4 +1,5 @@
 "The live explainer: its Transformer agrees with PyTorch, and in a real browser every change does what it should."
+import ast
 import itertools
 import json
 import re
@@ -457,11 +458,34 @@ def test_controls_have_names(visit):
     assert nameless == []
 
 
-@pytest.mark.parametrize('view', ['attention', 'positions', 'model', 'decoding', 'tour'])
-def test_a_page_of_the_book_embeds_one_view(visit, view):
-    page = visit(address(view=view, theme='dark', tour='Word order' if view == 'tour' else ''), width=760)
+def embedded_views():
+    "State of the view that each page of the book embeds, by the number of the page."
+    tree = ast.parse((ROOT / 'site/build.py').read_text(encoding='utf-8'))
+    [views] = [ast.literal_eval(node.value) for node in tree.body
+               if isinstance(node, ast.Assign) and node.targets[0].id == 'VIEWS']
+    return {number: state for number, (state, _) in views.items()}
+
+
+def test_every_page_of_the_core_path_embeds_a_view():
+    assert sorted(embedded_views()) == list(range(12))
+
+
+@pytest.mark.parametrize('state', embedded_views().values(), ids=lambda state: state['view'])
+def test_a_page_of_the_book_embeds_one_view(visit, state):
+    view = state['view']
+    page = visit(address(**state, theme='dark', tour='Word order' if view == 'tour' else ''), width=760)
     assert page.locator('#intro').is_hidden()
     assert page.locator('#text').is_visible()
     assert page.locator('#maps').is_visible() == (view in ('attention', 'tour'))
     assert page.evaluate('document.documentElement.dataset.theme') == 'dark'
     assert page.evaluate('document.documentElement.scrollWidth') <= 760
+    shown = page.evaluate('window.explainer.state')
+    for name in ('box', 'text', 'method', 'cursor'):
+        assert name not in state or shown[name] == state[name]
+
+
+def test_the_view_of_evaluation_compares_two_translations(visit):
+    page = visit(address(**embedded_views()[9]))
+    assert page.locator('#comparison').is_visible()
+    assert page.locator('#comparison').inner_text().startswith('Without your changes:')
+    assert page.locator('#translation mark, #comparison mark').count()

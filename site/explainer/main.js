@@ -19,7 +19,11 @@ const VIEWS = {
   attention: ['input', 'player', 'stage', 'attention', 'inspector', 'maps'],
   positions: ['input', 'player', 'stage', 'model', 'attention', 'inspector'],
   model: ['input', 'player', 'stage', 'model', 'attention', 'inspector'],
+  tokens: ['input', 'stage', 'model', 'inspector'],
+  predictions: ['input', 'player', 'stage', 'candidates', 'inspector'],
   decoding: ['input', 'player', 'stage', 'candidates', 'beam'],
+  comparison: ['input', 'player', 'stage', 'changes'],
+  translator: ['input', 'player', 'stage', 'model', 'attention', 'candidates', 'changes'],
   tour: ['input', 'tour', 'player', 'stage', 'model', 'attention', 'candidates', 'maps', 'changes'],
 };
 
