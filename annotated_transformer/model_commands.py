@@ -98,7 +98,8 @@ class ImportMarian(Command):
 
 @dataclass(frozen=True)
 class Export(Command):
-    """Convert a model for another program: CTranslate2, which serves it fast, or Marian as transformers reads it.
+    """Convert a model for another program: CTranslate2, which serves it fast, Marian as transformers reads it, or
+    ONNX.
 
     CTranslate2 needs: pip install 'annotated_transformer[ctranslate2]'. It can represent every model but recurrent
     ones and those with ALiBi positions.
@@ -106,25 +107,35 @@ class Export(Command):
     Marian can represent only models that were trained with --norm post --positions sinusoidal, and without --d-k
     and --d-v. These are not the defaults for your own data: decide before training.
 
+    ONNX, for programs without PyTorch, needs: pip install 'annotated_transformer[onnx]'. It can represent every
+    model but recurrent ones.
+
     :param model: a model's folder
-    :param to: the other program
+    :param to: the other program, or format
     :param out: new folder
     :param quantization: for ctranslate2
+    :param attention_weights: for onnx: further outputs, the attention weights of every head
     """
     model: tyro.conf.Positional[Path]
-    to: Literal['ctranslate2', 'marian']
+    to: Literal['ctranslate2', 'marian', 'onnx']
     out: Path
     quantization: Literal['float32', 'float16', 'int8', 'int8_float32', 'int8_float16'] = 'float32'
+    attention_weights: bool = False
     common: Common = field(default_factory=Common)
 
     EXAMPLE = 'annotated-transformer export runs/mine --to ctranslate2 --out runs/mine-ct2'
 
     def __call__(self) -> None:
         from annotated_transformer.interop import export_ctranslate2, export_marian
+        from annotated_transformer.onnx_export import export_onnx
+        if self.quantization != 'float32' and self.to != 'ctranslate2':
+            raise ValueError(f'quantization={self.quantization} is an option of ctranslate2: {self.to} stores float32')
+        if self.attention_weights and self.to != 'onnx':
+            raise ValueError(f'--attention-weights is an option of onnx: {self.to} cannot return them')
         if self.to == 'ctranslate2':
             export_ctranslate2(self.model, self.out, None if self.quantization == 'float32' else self.quantization)
-        elif self.quantization != 'float32':
-            raise ValueError(f'quantization={self.quantization} is an option of ctranslate2: Marian stores float32')
+        elif self.to == 'onnx':
+            export_onnx(self.model, self.out, self.attention_weights)
         else:
             export_marian(self.model, self.out)
         print(f'{self.out} is written')
