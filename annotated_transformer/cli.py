@@ -27,6 +27,7 @@ from .files import atomic_write
 
 COMMANDS = { # name: module and class, and what the list of commands says
     'train': ('train_command', 'Train', 'Train a translator on sentence pairs'),
+    'prepare': ('prepare_command', 'Prepare', 'Clean and encode a large corpus, once, before training'),
     'evaluate': ('commands', 'Evaluate', 'Score a model, or any translations, with BLEU and chrF'),
     'translate': ('translate_command', 'Translate', 'Translate sentences, a file, or the standard input'),
     'attention': ('commands', 'Attention', 'Show the attention weights for a sentence: a web page, or a picture'),
@@ -38,7 +39,7 @@ COMMANDS = { # name: module and class, and what the list of commands says
 }
 
 # options that change other options' defaults
-DECIDING = ('corpus', 'tsv', 'src', 'recipe', 'preset', 'start_from', 'model', 'config')
+DECIDING = ('corpus', 'tsv', 'src', 'prepared', 'recipe', 'preset', 'start_from', 'model', 'config')
 
 PROGRAM = 'annotated-transformer'
 EXAMPLE = f'{PROGRAM} translate "The dog sleeps."'

@@ -3,8 +3,8 @@
 """Commands: evaluate a model and look inside it; what `evaluate`, `translate` and `attention` share: search settings,
 loading, checks of sentences."""
 
-__all__ = ['SEARCH', 'NAMES', 'TEXTS', 'own_decoding', 'EngineOptions', 'load', 'check_own_data', 'own_corpus', 'Evaluate',
-           'check_lines', 'search_settings', 'is_folder', 'check_sentences', 'Attention']
+__all__ = ['SEARCH', 'CORPUS_NAMES', 'NAMES', 'TEXTS', 'own_decoding', 'EngineOptions', 'load', 'check_own_data', 'own_corpus',
+           'Evaluate', 'check_lines', 'search_settings', 'is_folder', 'check_sentences', 'Attention']
 
 import json
 import os
@@ -36,6 +36,8 @@ from .translator import SHIPPED, Translator, decoding_config
 SEARCH = ('How to search for translations. The defaults are the settings stored with the model, or the paper\'s.',
           ('length_penalty', 'length_penalty_offset', 'max_extra_tokens', 'min_length', 'no_repeat_ngram_size',
            'beam_patience'))
+
+CORPUS_NAMES = Literal[tuple(name for name in CORPORA if name != 'prepared')]
 
 NAMES = {'patience': 'beam_patience'} # train has --patience, with another meaning
 
@@ -115,7 +117,7 @@ class Evaluate(Command):
     src: Path | None = None
     tgt: Path | None = None
     skip_header: bool = False
-    corpus: Literal[tuple(CORPORA)] | None = None
+    corpus: CORPUS_NAMES | None = None
     split: str | None = None
     output: Path | None = None
     overwrite: bool = False

@@ -6,7 +6,7 @@ rejection."""
 __all__ = ['PATH_OPTIONS', 'TEXT_OPTIONS', 'SEVERAL', 'CORPORA', 'Corpus', 'source_hash', 'fill_splits', 'hold_out_stream',
            'is_for_training', 'hold_out', 'CorpusConfig', 'held_out_sentences', 'unseen_pairs', 'check_not_empty',
            'build_corpus', 'check_langs', 'toy_corpus', 'text_corpus', 'copy_corpus', 'multi30k_corpus', 'wmt14_corpus',
-           'CorpusKind', 'load_corpus']
+           'prepared_corpus', 'CorpusKind', 'load_corpus']
 
 import re
 import warnings
@@ -22,6 +22,7 @@ from .downloads import (
     MULTI30K_LANGS, MULTI30K_LINES, WMT14_LANGS, WMT14_SPLITS, read_multi30k, stream_wmt14)
 from .parallel_text import (
     Files, Pairs, PairStream, as_paths, clean, file_groups, is_blank, read_lines, stream_files, stream_tsv, zip_lines)
+from .prepared import read_manifest, read_split
 from .toy_languages import SPLITS, copy_pairs, text_hash, toy_ende
 from .vocabulary import normalize
 
@@ -114,7 +115,7 @@ def hold_out(pairs: Pairs, sizes: Mapping[str, int]) -> dict[str, Pairs]:
     return splits | {'train': [pair for pair in pairs if is_for_training(pair, first_hash)]}
 
 PATH_OPTIONS = ('data_dir', 'src', 'tgt', 'val_src', 'val_tgt', 'test_src', 'test_tgt', 'tsv', 'val_tsv', 'test_tsv',
-                'extra_src', 'extra_tgt')
+                'extra_src', 'extra_tgt', 'prepared')
 TEXT_OPTIONS = {'files': ('src', 'tgt'), 'tsv': ('tsv',)} # the training text of a corpus of your own
 SEVERAL = ('src', 'tgt', 'tsv', 'extra_src', 'extra_tgt') # may name several files
 
@@ -137,12 +138,12 @@ class CorpusConfig:
     :param skip_header: corpus tsv: leave out the first row of every table
     :param on_error: corpus files, tsv: stop at a bad line to train on, or leave it out
     :param held_out: corpus files, tsv: pairs held out for val and for test, at most a tenth
-    :param on_disk: corpus files, tsv: do not keep the text in memory; wmt14 never does
     :param max_words: leave out training pairs with more words on a side
     :param max_ratio: leave out training pairs with one side this many times as long
     :param unique: leave out repeated training pairs
     :param extra_src: more sentences to train on, one on each line, such as translations by a model
     :param extra_tgt: their translations, line by line
+    :param prepared: corpus prepared: folder that `annotated-transformer prepare` filled
     """
     corpus: str = 'toy-ende'
     pair: str = 'en-de'
@@ -159,12 +160,12 @@ class CorpusConfig:
     skip_header: bool = False
     on_error: Literal['stop', 'skip'] = 'stop'
     held_out: int = 1000
-    on_disk: bool = False
     max_words: int | None = None
     max_ratio: float | None = None
     unique: bool = False
     extra_src: Files | None = None
     extra_tgt: Files | None = None
+    prepared: str | Path | None = None
 
     def __post_init__(self):
         for name in PATH_OPTIONS:
@@ -195,6 +196,13 @@ class CorpusConfig:
     def _check_files(self) -> None:
         "Raise ValueError for files that are missing, or do not go together."
         files = self.split_files()
+        if self.corpus == 'prepared':
+            if self.prepared is None:
+                raise ValueError('corpus prepared needs `prepared`, a folder made by `annotated-transformer prepare`')
+            for name in ('max_words', 'max_ratio', 'unique', 'extra_src'):
+                if getattr(self, name):
+                    raise ValueError(f'{name}={getattr(self, name)} is an option of `annotated-transformer prepare`, '
+                                     f'which has cleaned the text in {self.prepared} already')
         if self.corpus in TEXT_OPTIONS and not files:
             raise ValueError(f'corpus {self.corpus} needs {" and ".join(TEXT_OPTIONS[self.corpus])}, the text to read')
         if self.held_out != CorpusConfig.held_out and {'val', 'test'} <= files.keys():
@@ -221,15 +229,6 @@ class CorpusConfig:
         "(source language, target language)"
         return tuple(self.pair.split('-'))
 
-    @property
-    def large(self) -> bool:
-        "True if the training pairs are a `PairStream`."
-        return self.on_disk or CORPORA[self.corpus].always_large
-
-    @property
-    def cleaning(self) -> dict:
-        "The options of `clean`."
-        return {'max_words': self.max_words, 'max_ratio': self.max_ratio, 'unique': self.unique}
 
 def held_out_sentences(corpus: Corpus, splits: Iterable[str]) -> tuple[set[str], set[str]]:
     "The normalized source and target sentences of some splits. Warns of a split that cannot be read."
@@ -276,15 +275,15 @@ def check_not_empty(n_pairs: int, name: str | Path, dropped: dict[str, int]) -> 
 
 def build_corpus(
     config: CorpusConfig, splits: dict[str, Callable[[], Iterable[tuple[str, str]]]], missing: Sequence[str] = (),
-    compared: Sequence[str] = (), files: Sequence[Path] = (), left_out: Counter | None = None,
+    compared: Sequence[str] = (), left_out: Counter | None = None, stream: bool = False,
 ) -> Corpus:
     """A corpus whose training pairs are cleaned, and share no source with missing and compared splits.
 
     :param splits: functions that read the pairs of each split
     :param missing: splits to hold out from `train`
     :param compared: splits whose sources are removed from `train`
-    :param files: what `train` depends on, the training text first
     :param left_out: bad lines of the training text, counted while it is read
+    :param stream: do not keep the training text in memory
     """
     corpus = Corpus(config.corpus, config.langs, dict(splits))
     if 'train' not in splits:
@@ -295,7 +294,7 @@ def build_corpus(
     @cache
     def read_list():
         return list(splits['train']())
-    read = splits['train'] if config.large else read_list
+    read = splits['train'] if stream else read_list
 
     @cache
     def hold_out_missing():
@@ -320,7 +319,7 @@ def build_corpus(
                 extra = stream_files(src, tgt, left_out)
                 pairs = chain(pairs, unseen_pairs(extra, *held_out, counts, f'{src} and {tgt}'))
         n_pairs = 0
-        for pair in clean(pairs, corpus.dropped, **config.cleaning):
+        for pair in clean(pairs, corpus.dropped, config.max_words, config.max_ratio, config.unique):
             n_pairs += 1
             yield pair
         corpus.dropped['held out'] = counts['held out']
@@ -336,12 +335,7 @@ def build_corpus(
 
     for split in missing:
         corpus.splits[split] = partial(read_held_out, split)
-    corpus.splits['train'] = load_train
-    if config.large:
-        settings = {'corpus': config.corpus, 'pair': config.pair, 'held_out': sizes, **config.cleaning,
-                    'skip_header': config.skip_header}
-        extra_files = as_paths(config.extra_src) + as_paths(config.extra_tgt)
-        corpus.splits['train'] = PairStream(read_train, [*files, *extra_files], settings, corpus.dropped)
+    corpus.splits['train'] = PairStream(read_train) if stream else load_train
     return corpus
 
 def check_langs(config: CorpusConfig, *known: str) -> None:
@@ -352,15 +346,15 @@ def check_langs(config: CorpusConfig, *known: str) -> None:
     if config.langs[0] == config.langs[1]:
         raise ValueError(f'pair={config.pair!r} must be two different languages')
 
-def toy_corpus(config: CorpusConfig) -> Corpus:
+def toy_corpus(config: CorpusConfig, stream: bool = False) -> Corpus:
     "Toy EN-DE, in either direction."
     check_langs(config, 'en', 'de')
     def read(split):
         pairs = [(pair.src, pair.tgt) for pair in toy_ende(split)]
         return pairs if config.langs == ('en', 'de') else [(de, en) for en, de in pairs]
-    return build_corpus(config, {split: partial(read, split) for split in SPLITS})
+    return build_corpus(config, {split: partial(read, split) for split in SPLITS}, stream=stream)
 
-def text_corpus(config: CorpusConfig) -> Corpus:
+def text_corpus(config: CorpusConfig, stream: bool = False) -> Corpus:
     "A corpus of your own: a table, or two text files; the splits that are not given are held out."
     files = config.split_files()
     left_out = Counter() if config.on_error == 'skip' else None # bad lines of the training text
@@ -368,21 +362,20 @@ def text_corpus(config: CorpusConfig) -> Corpus:
         counter = left_out if is_train else None
         if len(paths) == 1:
             return stream_tsv(*paths, config.skip_header, counter)
-        if is_train and config.large:
+        if is_train and stream:
             return stream_files(*paths, counter)
         pairs = zip_lines(*[read_lines(path, counter) for path in paths], paths)
         return [pair for pair in pairs if None not in pair]
     def read(split):
         if split == 'train' and left_out:
-            left_out.clear() # a large corpus is read more than once
+            left_out.clear() # a stream is read more than once
         pairs = chain.from_iterable(read_group(paths, split == 'train') for paths in files[split])
         return pairs if split == 'train' else list(pairs)
     missing = [split for split in ('val', 'test') if split not in files]
     given = [split for split in files if split != 'train']
-    return build_corpus(config, {split: partial(read, split) for split in files}, missing, given,
-                        [path for groups in files.values() for paths in groups for path in paths], left_out)
+    return build_corpus(config, {split: partial(read, split) for split in files}, missing, given, left_out, stream)
 
-def copy_corpus(config: CorpusConfig) -> Corpus:
+def copy_corpus(config: CorpusConfig, stream: bool = False) -> Corpus:
     "The copy task: 20,000 different sequences to train on, 500 to validate on, 1,000 to test on."
     if config.pair != CorpusConfig.pair:
         raise ValueError(f'corpus copy has no languages: leave pair={config.pair!r} out')
@@ -390,19 +383,19 @@ def copy_corpus(config: CorpusConfig) -> Corpus:
     sequences = cache(lambda: copy_pairs(21_500))
     def read(split):
         return sequences()[parts[split]]
-    corpus = build_corpus(config, {split: partial(read, split) for split in parts})
+    corpus = build_corpus(config, {split: partial(read, split) for split in parts}, stream=stream)
     corpus.langs = ('xx', 'xx')
     return corpus
 
-def multi30k_corpus(config: CorpusConfig) -> Corpus:
+def multi30k_corpus(config: CorpusConfig, stream: bool = False) -> Corpus:
     "Multi30k, task 1, raw text, between any two of its languages."
     check_langs(config, *MULTI30K_LANGS)
     def read(split):
         sides = [read_multi30k(split, lang, config.data_dir) for lang in config.langs]
         return zip_lines(*sides, config.langs)
-    return build_corpus(config, {split: partial(read, split) for split in MULTI30K_LINES})
+    return build_corpus(config, {split: partial(read, split) for split in MULTI30K_LINES}, stream=stream)
 
-def wmt14_corpus(config: CorpusConfig) -> Corpus:
+def wmt14_corpus(config: CorpusConfig, stream: bool = False) -> Corpus:
     "WMT 2014 between English and another of its languages."
     check_langs(config, 'en', *WMT14_LANGS)
     if 'en' not in config.langs:
@@ -410,34 +403,45 @@ def wmt14_corpus(config: CorpusConfig) -> Corpus:
     def read(split):
         pairs = stream_wmt14(WMT14_SPLITS[split], config.langs, config.data_dir)
         return pairs if split == 'train' else list(pairs)
-    files = [config.data_dir] if config.data_dir else []
-    return build_corpus(config, {split: partial(read, split) for split in WMT14_SPLITS}, files=files)
+    corpus = build_corpus(config, {split: partial(read, split) for split in WMT14_SPLITS}, stream=stream)
+    def refuse_list():
+        raise ValueError('corpus wmt14 is large: run `annotated-transformer prepare --corpus wmt14`, then train with '
+                         '`prepared`, the folder that it fills')
+    if not stream:
+        corpus.splits['train'] = refuse_list
+    return corpus
+
+def prepared_corpus(config: CorpusConfig, stream: bool = False) -> Corpus:
+    "A corpus that `annotated-transformer prepare` encoded; it holds the text of all splits but `train`."
+    manifest = read_manifest(config.prepared)
+    if config.pair != manifest['pair']:
+        raise ValueError(f'pair={config.pair!r}: {config.prepared} was prepared for {manifest["pair"]}')
+    splits = {split: partial(read_split, config.prepared, split) for split in manifest['splits']}
+    return Corpus(manifest['corpus'], config.langs, splits, manifest['dropped'])
 
 @dataclass(frozen=True)
 class CorpusKind:
-    """How to open a corpus, and the options of `CorpusConfig` that only this corpus, or a few, can use.
-
-    :param always_large: True: its training pairs are always a `PairStream`
-    """
-    open: Callable[[CorpusConfig], Corpus]
+    "How to open a corpus, and the options of `CorpusConfig` that only this corpus, or a few, can use."
+    open: Callable[[CorpusConfig, bool], Corpus]
     options: tuple[str, ...] = ()
-    always_large: bool = False
 
 CORPORA = { # to add a corpus, write a function such as `toy_corpus` and name it here
     'copy': CorpusKind(copy_corpus),
     'toy-ende': CorpusKind(toy_corpus),
     'multi30k': CorpusKind(multi30k_corpus, ('data_dir',)),
     'files': CorpusKind(text_corpus, ('src', 'tgt', 'val_src', 'val_tgt', 'test_src', 'test_tgt',
-                                       'on_error', 'held_out', 'on_disk')),
-    'tsv': CorpusKind(text_corpus, ('tsv', 'val_tsv', 'test_tsv', 'skip_header', 'on_error', 'held_out', 'on_disk')),
-    'wmt14': CorpusKind(wmt14_corpus, ('data_dir',), always_large=True),
+                                       'on_error', 'held_out')),
+    'tsv': CorpusKind(text_corpus, ('tsv', 'val_tsv', 'test_tsv', 'skip_header', 'on_error', 'held_out')),
+    'wmt14': CorpusKind(wmt14_corpus, ('data_dir',)),
+    'prepared': CorpusKind(prepared_corpus, ('prepared',)),
 }
 
-def load_corpus(corpus: CorpusConfig | str, **options) -> Corpus:
+def load_corpus(corpus: CorpusConfig | str, stream: bool = False, **options) -> Corpus:
     """Open a corpus; a split is read when it is first used. Raises ValueError for an unknown corpus or language.
 
     :param corpus: a configuration, or the name of a corpus
+    :param stream: read the training pairs one at a time: `train` is a `PairStream`
     :param options: options of `CorpusConfig`
     """
     config = CorpusConfig(corpus, **options) if isinstance(corpus, str) else replace(corpus, **options)
-    return CORPORA[config.corpus].open(config)
+    return CORPORA[config.corpus].open(config, stream)

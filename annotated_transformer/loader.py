@@ -3,14 +3,13 @@
 """Training batches: batch millions of pairs by length, for one process or many, and resume in the middle of an
 epoch."""
 
-__all__ = ['WINDOW', 'BLOCK', 'PartialBatch', 'make_rng', 'round_up', 'check_lengths', 'pad_to', 'batch_starts', 'windows',
-           'bucket', 'as_list', 'TrainingLoader', 'to_device']
+__all__ = ['WINDOW', 'BLOCK', 'PartialBatch', 'make_rng', 'round_up', 'check_longest', 'pad_to', 'batch_starts', 'count_batches',
+           'windows', 'bucket', 'as_list', 'PairList', 'TrainingLoader', 'to_device']
 
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 import torch
@@ -48,23 +47,21 @@ def round_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
     "Round lengths up to a multiple."
     return (lengths.astype(np.int64) + multiple - 1) // multiple * multiple
 
-def check_lengths(lengths, max_tokens: int, multiple: int = 1) -> np.ndarray:
+def check_longest(longest: int, max_tokens: int, multiple: int = 1) -> None:
     """Raise ValueError for a pair that is longer than `max_tokens`.
 
-    :return: `lengths` as an array
+    :param longest: tokens of the longest sentence, a special token included
+    :param max_tokens: of a batch
     """
     if max_tokens < 1:
         raise ValueError(f'max_tokens={max_tokens} must be at least 1')
     if multiple < 1:
         raise ValueError(f'pad_to_multiple_of={multiple} must be at least 1')
-    lengths = np.asarray(lengths).reshape(-1, 2)
-    longer = round_up(lengths.max(1), multiple)
-    if len(longer) and longer.max() > max_tokens:
-        i = int(np.argmax(longer > max_tokens))
-        padded = f' ({longer[i]} when padded to a multiple of {multiple})' if multiple > 1 else ''
-        raise ValueError(f'pair {i} has {lengths[i].max()} tokens{padded}, more than max_tokens={max_tokens}: '
+    padded = math.ceil(longest / multiple) * multiple
+    if padded > max_tokens:
+        note = f' ({padded} when padded to a multiple of {multiple})' if multiple > 1 else ''
+        raise ValueError(f'the longest sentence has {longest} tokens{note}, more than max_tokens={max_tokens}: '
                          'raise max_tokens, or truncate the sentences (max_len)')
-    return lengths
 
 def pad_to(ids: torch.Tensor, n_rows: int, length: int) -> torch.Tensor:
     "Add rows and columns of PAD."
@@ -85,6 +82,24 @@ def batch_starts(lengths: np.ndarray, max_tokens: int) -> np.ndarray:
         sizes = ahead * np.arange(1, len(ahead) + 1)
         starts.append(start + int(np.count_nonzero(sizes <= max_tokens)))
     return np.array(starts)
+
+def count_batches(counts: np.ndarray, max_tokens: int, multiple: int = 1) -> int:
+    """Count the batches that `batch_starts` makes of pairs with these lengths, without a list of all lengths.
+
+    :param counts: pairs whose longer side has 0, 1, 2, ... tokens
+    :param max_tokens: padded tokens of a batch, at most
+    """
+    n_batches = 0
+    n_rows = 0 # of the last batch
+    for length in np.flatnonzero(counts).tolist():
+        capacity = max_tokens // (math.ceil(length / multiple) * multiple)
+        if n_rows >= capacity: # none of this length fits into the last batch
+            n_batches += 1
+            n_rows = 0
+        n_full, rest = divmod(n_rows + int(counts[length]) - 1, capacity)
+        n_batches += n_full
+        n_rows = rest + 1
+    return n_batches + bool(n_rows)
 
 def windows(n: int, seed: int = 0, epoch: int = 0, shuffle: bool = True) -> Iterator[np.ndarray]:
     """Split an epoch into windows that can be sorted in memory; each pair is in exactly one.
@@ -126,13 +141,45 @@ def as_list(ids: Sequence[int] | np.ndarray) -> Sequence[int]:
     "Return ids as Python numbers, which are faster to collate than those of an array."
     return ids.tolist() if isinstance(ids, np.ndarray) else ids
 
+class PairList:
+    """Pairs in memory, with the interface that a loader reads: that of `prepared.PreparedPairs`.
+
+    :param pairs: of `Pair`, also with arrays as ids
+    """
+    def __init__(self, pairs: Sequence):
+        self.pairs = pairs
+        lengths = [(len(src) + 1, len(tgt) + 1) for src, tgt in pairs]
+        self.lengths = np.array(lengths, dtype=np.int64).reshape(-1, 2)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def length_counts(self) -> np.ndarray:
+        "Numbers of pairs whose longer side has 0, 1, 2, ... tokens, a special token included."
+        return np.bincount(self.lengths.max(1))
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        "Numbers of source and target tokens of all pairs, special tokens included."
+        n_src, n_tgt = self.lengths.sum(0).tolist()
+        return n_src, n_tgt
+
+    def read(self, rows: np.ndarray) -> tuple[Sequence, np.ndarray]:
+        """Return some pairs.
+
+        :param rows: indices
+        :return: pairs; (pairs, 2): their lengths, special tokens included
+        """
+        return [self.pairs[i] for i in rows.tolist()], self.lengths[rows]
+
 class TrainingLoader:
     """The batches of each epoch, as a function of seed and epoch alone. Each process gets its rows of every batch.
 
     It replaces `batches.BatchLoader` for large corpora, several processes, and epochs that resume in the middle.
     Raises ValueError for an impossible rank, and for a pair that is longer than `max_tokens`.
 
-    :param pairs: of `Pair`, also with arrays as ids; or a function of the epoch
+    :param pairs: a list, or `prepared.PreparedPairs`; or a function of the epoch
     :param max_tokens: padded tokens of a batch on either side, at most, over all processes
     :param shuffle: False: shortest first, the same in every epoch
     :param rank: index of this process
@@ -157,62 +204,72 @@ class TrainingLoader:
             self.load(0)
 
     def load(self, epoch: int) -> None:
-        "Make `pairs` and `lengths` those of an epoch."
+        "Make `pairs` those of an epoch, and count its batches."
         if self.loaded_epoch == epoch:
             return
         if self.loaded_epoch is not None and not callable(self.source):
             return
-        self.pairs = self.source(epoch) if callable(self.source) else self.source
-        lengths = getattr(self.pairs, 'lengths', None)
-        if lengths is None:
-            lengths = np.array([(len(src) + 1, len(tgt) + 1) for src, tgt in self.pairs], dtype=np.int32)
-        self.lengths = check_lengths(lengths, self.max_tokens, self.multiple)
+        pairs = self.source(epoch) if callable(self.source) else self.source
+        self.pairs = pairs if hasattr(pairs, 'read') else PairList(pairs)
+        counts = self.pairs.length_counts
+        check_longest(len(counts) - 1, self.max_tokens, self.multiple)
+        self.n_batches = count_batches(counts, self.max_tokens, self.multiple)
         self.loaded_epoch = epoch
-        self.n_batches = None
 
     def __len__(self) -> int:
-        "Number of batches of an epoch; with several windows, other epochs may have a few more or fewer."
+        "Number of batches of an epoch, from the lengths alone; each window after the first adds up to one more."
         if self.loaded_epoch is None:
             self.load(0)
-        if self.n_batches is None:
-            self.n_batches = 0
-            for rows in windows(len(self.lengths), self.seed, self.loaded_epoch, self.shuffle):
-                longer = round_up(np.sort(self.lengths[rows].max(1)), self.multiple)
-                self.n_batches += len(batch_starts(longer, self.max_tokens)) - 1
         return self.n_batches
+
+    def windows(self, epoch: int) -> Iterator[tuple]:
+        """Read one window of an epoch after the other, and batch it by length.
+
+        :return: (rows, pairs, their lengths, batches of indices into the pairs)
+        """
+        self.load(epoch)
+        for k, rows in enumerate(windows(len(self.pairs), self.seed, epoch, self.shuffle)):
+            pairs, lengths = self.pairs.read(rows)
+            rng = make_rng(self.seed, epoch, k) if self.shuffle else None
+            yield rows, pairs, lengths, bucket(lengths, self.max_tokens, rng, self.multiple)
 
     def index_batches(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield the pairs of each batch of an epoch, for all processes together.
 
-        :return: indices into `pairs`
+        :return: indices into the corpus
         """
-        self.load(epoch)
-        for k, rows in enumerate(windows(len(self.lengths), self.seed, epoch, self.shuffle)):
-            rng = make_rng(self.seed, epoch, k) if self.shuffle else None
-            for indices in bucket(self.lengths[rows], self.max_tokens, rng, self.multiple):
+        for rows, _, _, batches in self.windows(epoch):
+            for indices in batches:
                 yield rows[indices]
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[PartialBatch]:
-        """Yield this process's part of each batch of an epoch. Skipped batches are not read.
+        """Yield this process's part of each batch of an epoch. Skipped batches are not made.
 
         :param epoch: counted from 0
         :param start: batches to skip: where an interrupted epoch resumes
         """
-        for rows in islice(self.index_batches(epoch), start, None):
-            yield self.batch(rows)
+        for _, pairs, lengths, batches in self.windows(epoch):
+            for indices in batches[start:]:
+                yield self.batch(pairs, lengths, indices)
+            start = max(0, start - len(batches))
 
-    def batch(self, rows: np.ndarray) -> PartialBatch:
-        "Collate this process's rows of a batch."
+    def batch(self, pairs: Sequence, lengths: np.ndarray, indices: np.ndarray) -> PartialBatch:
+        """Collate this process's rows of a batch.
+
+        :param pairs: of a window
+        :param lengths: of these pairs
+        :param indices: of the batch
+        """
         own = []
-        for i in rows[self.rank::self.world_size].tolist():
-            src, tgt = self.pairs[i]
+        for i in indices[self.rank::self.world_size].tolist():
+            src, tgt = pairs[i]
             own.append((as_list(src), as_list(tgt)))
         batch = collate(own)
-        n_tokens = int(self.lengths[rows, 1].sum())
+        n_tokens = int(lengths[indices, 1].sum())
         src = batch.src
         tgt = batch.tgt
         if self.multiple > 1: # a compiled model: lengths and numbers of rows from a short list
-            length = int(round_up(self.lengths[rows], self.multiple).max())
+            length = int(round_up(lengths[indices], self.multiple).max())
             n_rows = math.ceil((self.max_tokens // length) / self.world_size)
             src = pad_to(src, n_rows, length)
             tgt = pad_to(tgt, n_rows, length + 1)

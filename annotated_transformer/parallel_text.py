@@ -17,7 +17,7 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress, islice, zip_longest
 from pathlib import Path
 
@@ -392,14 +392,8 @@ class PairStream:
     """Training pairs of a large corpus: they are read again, one at a time, each time you iterate.
 
     :param make: starts to read
-    :param files: what is read
-    :param settings: how it is read and cleaned, fit for JSON
-    :param dropped: pairs left out, by rejection reason, after each pass
     """
     make: Callable[[], Iterable[tuple[str, str]]]
-    files: Sequence[Path] = ()
-    settings: dict = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return iter(self.make())

@@ -30,10 +30,9 @@ from .corpora import Corpus, CorpusConfig, load_corpus
 from .distributed import Processes, usable_device
 from .files import read_json
 from .kernels import accelerate
-from .large_corpora import open_pairs, train_tokenizer_on
 from .layers import FeedForward
 from .loader import TrainingLoader
-from .parallel_text import PairStream
+from .prepared import check_prepared, open_prepared, read_manifest
 from .recurrent import RecurrentConfig
 from .relative_positions import RELATIVE_POSITIONS, RelativeConfig
 from .run_folder import claim_folder, differences, is_finished, lock_folder, settings_dict
@@ -42,7 +41,7 @@ from .scoring import Scores, score
 from .trainer import TrainConfig, Trainer
 from .transformer import PRESETS, TransformerConfig
 from .translator import Translator
-from .vocabulary import Tokenizer, load_tokenizer
+from .vocabulary import Tokenizer, load_tokenizer, train_tokenizer
 from .word_vectors import use_vectors
 
 LENGTH_MULTIPLE = 16 # batches of a compiled run are padded to a multiple of this
@@ -76,15 +75,15 @@ class RunConfig:
 
 def check_settings(config: RunConfig) -> None:
     "Raise ValueError for settings that do not go together."
-    if config.tokenizer == 'sentencepiece' and not config.start_from:
+    if config.tokenizer == 'sentencepiece' and not config.start_from and not config.corpus.prepared:
         raise ValueError("tokenizer='sentencepiece' comes with a model to start from: choose bpe or words, "
                          'or set start_from')
     if config.start_from and config.vectors:
         raise ValueError('start_from brings its own embeddings: leave vectors out')
     if not 0 <= config.bpe_dropout < 1:
         raise ValueError(f'bpe_dropout={config.bpe_dropout} must be at least 0 and below 1')
-    if config.bpe_dropout and config.corpus.large:
-        raise ValueError('bpe_dropout encodes pairs anew in memory, but this corpus is read from disk: '
+    if config.bpe_dropout and config.corpus.prepared:
+        raise ValueError(f'bpe_dropout encodes the text anew, but {config.corpus.prepared} holds ids: '
                          'choose one of them')
     if config.bpe_dropout and config.tokenizer != 'bpe':
         raise ValueError(f'bpe_dropout needs tokenizer=bpe, not {config.tokenizer}')
@@ -125,8 +124,13 @@ RECIPES = {
                     'training': {'max_tokens': 25_000, 'max_steps': 100_000, 'save_every': 1500}},
 }
 
-def recipe_for(corpus: str) -> str:
-    "Return the name of the recipe for a corpus; for a corpus without one, that of Multi30k."
+def recipe_for(corpus: CorpusConfig | str) -> str:
+    """Return the name of the recipe for a corpus; for a corpus without one, that of Multi30k.
+
+    :param corpus: a corpus, or its name
+    """
+    if isinstance(corpus, CorpusConfig):
+        corpus = read_manifest(corpus.prepared)['corpus'] if corpus.prepared else corpus.corpus
     for name, recipe in RECIPES.items():
         if recipe['corpus']['corpus'] == corpus:
             return name
@@ -156,7 +160,7 @@ def default_run(
     :param recipe: a key of `RECIPES`; default: the one for the corpus
     :param start_from: a trained model's folder: start with its weights, sizes and vocabulary
     """
-    recipe = recipe or recipe_for(corpus.corpus if corpus else 'toy-ende')
+    recipe = recipe or recipe_for(corpus or 'toy-ende')
     if recipe not in RECIPES:
         raise ValueError(f'recipe={recipe!r} is unknown: choose one of {", ".join(RECIPES)}')
     if start_from and preset:
@@ -166,26 +170,36 @@ def default_run(
     training = TrainConfig(**settings['training'])
     if not start_from:
         model = model_config(preset or settings['preset'], **settings['model'])
-        return RunConfig(corpus, model, training, settings.get('tokenizer', 'bpe'))
+        kind = settings.get('tokenizer', 'bpe')
+        if corpus.prepared:
+            tokenizer = load_tokenizer(corpus.prepared / 'tokenizer.json')
+            model = replace(model, vocab_size=len(tokenizer))
+            kind = tokenizer.kind
+        return RunConfig(corpus, model, training, kind)
     folder = Path(start_from)
     tokenizer = load_tokenizer(folder / 'tokenizer.json')
     return RunConfig(corpus, load_model(folder).config, training, tokenizer.kind, start_from=folder)
 
 def run_tokenizer(out: Path, config: RunConfig, corpus: Corpus, overwrite: bool = False) -> Tokenizer:
-    """Return the tokenizer of a run: that in its folder, that of `start_from`, or one trained on the training split.
+    """Return the tokenizer of a run: that in its folder, of `prepared` or of `start_from`, or a new one.
 
-    Raises ValueError if `start_from` has other languages or another vocabulary than the settings say.
+    Raises ValueError if it has other languages or another vocabulary than the settings say.
     """
     path = out / 'tokenizer.json'
     if path.is_file() and not overwrite:
         return load_tokenizer(path)
-    if not config.start_from:
-        return train_tokenizer_on(config.tokenizer, corpus['train'], corpus.langs, config.model.vocab_size)
-    tokenizer = load_tokenizer(Path(config.start_from) / 'tokenizer.json')
+    origins = [folder for folder in (config.corpus.prepared, config.start_from) if folder]
+    if not origins:
+        return train_tokenizer(config.tokenizer, corpus['train'], corpus.langs, config.model.vocab_size)
+    tokenizers = [load_tokenizer(Path(folder) / 'tokenizer.json') for folder in origins]
+    tokenizer = tokenizers[-1]
     if tuple(tokenizer.langs) != corpus.langs:
-        raise ValueError(f'{config.start_from} translates {"-".join(tokenizer.langs)}, not {"-".join(corpus.langs)}')
+        raise ValueError(f'{origins[-1]} translates {"-".join(tokenizer.langs)}, not {"-".join(corpus.langs)}')
+    if tokenizers[0].state() != tokenizer.state():
+        raise ValueError(f'{origins[0]} was encoded with another vocabulary than that of {origins[1]}: prepare it '
+                         f'again, with --tokenizer {origins[1]}')
     if tokenizer.kind != config.tokenizer or len(tokenizer) > config.model.vocab_size:
-        raise ValueError(f'{config.start_from} has a {tokenizer.kind} vocabulary of {len(tokenizer)} tokens: leave '
+        raise ValueError(f'{origins[-1]} has a {tokenizer.kind} vocabulary of {len(tokenizer)} tokens: leave '
                          f'tokenizer={config.tokenizer!r} and vocab_size={config.model.vocab_size} out')
     return tokenizer
 
@@ -210,19 +224,18 @@ def versions() -> dict[str, str]:
             'sacrebleu': sacrebleu.__version__, 'tokenizers': tokenizers.__version__,
             'python': platform.python_version(), 'threads': str(torch.get_num_threads()), 'device': device}
 
-def training_pairs(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer, progress_bar: bool = True):
+def training_pairs(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer):
     "Return what the loader reads: ids in memory, a function that encodes each epoch anew, or ids on disk."
-    pairs = corpus['train']
     max_len = config.model.max_len
-    if isinstance(pairs, PairStream):
-        return open_pairs(pairs, tokenizer, corpus.langs, max_len, progress_bar=progress_bar)
+    if config.corpus.prepared:
+        return open_prepared(config.corpus.prepared, max_len)
+    pairs = corpus['train']
     if config.bpe_dropout:
         return dropout_pairs(pairs, tokenizer, corpus.langs, max_len, config.bpe_dropout, config.training.seed)
     return encode_pairs(pairs, tokenizer, corpus.langs, max_len)
 
 def make_loaders(
     config: RunConfig, corpus: Corpus, tokenizer: Tokenizer, processes: Processes = Processes(),
-    progress_bar: bool = True,
 ) -> tuple[TrainingLoader, list[Batch]]:
     """Encode the corpus and batch it. Raises ValueError for a pair that fits into no batch.
 
@@ -230,7 +243,7 @@ def make_loaders(
     """
     training = config.training
     multiple = LENGTH_MULTIPLE if training.compile else 1
-    pairs = training_pairs(config, corpus, tokenizer, progress_bar and processes.is_main_process)
+    pairs = training_pairs(config, corpus, tokenizer)
     loader = TrainingLoader(pairs, training.max_tokens, training.seed, rank=processes.rank, world_size=processes.size,
                             pad_to_multiple_of=multiple)
     val_pairs = encode_pairs(corpus['val'], tokenizer, corpus.langs, config.model.max_len)
@@ -294,19 +307,15 @@ def overwrites_its_start(config: RunConfig, out: Path) -> bool:
     start = Path(config.start_from).resolve()
     return start == out.resolve() or start.is_relative_to(out.resolve() / 'checkpoints')
 
-def rehearse(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer, progress_bar: bool) -> None:
+def rehearse(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer) -> None:
     "Build model and batches, and discard them. Raises ValueError for settings that cannot be trained with."
     if config.training.tensorboard:
         tensorboard_writer()
     new_model(config, tokenizer)
-    make_loaders(config, corpus, tokenizer, progress_bar=progress_bar)
+    make_loaders(config, corpus, tokenizer)
 
 def open_run(
-    config: RunConfig,
-    out: Path,
-    overwrite: bool = False,
-    processes: Processes = Processes(),
-    progress_bar: bool = True,
+    config: RunConfig, out: Path, overwrite: bool = False, processes: Processes = Processes(),
 ) -> tuple[Corpus, Tokenizer]:
     """Load the corpus and the tokenizer of a run, and claim its folder.
 
@@ -314,12 +323,14 @@ def open_run(
     """
     if overwrites_its_start(config, out):
         raise ValueError(f'the run would overwrite {config.start_from}, which it starts from: choose another folder')
+    if config.corpus.prepared and processes.is_main_process:
+        check_prepared(config.corpus.prepared)
     corpus = load_corpus(config.corpus)
     if processes.is_main_process:
         start_over = overwrite and not processes.restarted # after a restart, the new run resumes
         tokenizer = run_tokenizer(out, config, corpus, start_over)
         if start_over or not (out / 'run.json').is_file():
-            rehearse(config, corpus, tokenizer, progress_bar)
+            rehearse(config, corpus, tokenizer)
         claim_folder(out, config, start_over)
         tokenizer.save(out / 'tokenizer.json', overwrite=True)
     processes.barrier()
@@ -382,22 +393,16 @@ def train_translator(
         return locked_run(config, out, overwrite, progress_bar, on_log, processes, device, on_start)
 
 def locked_run(
-    config: RunConfig,
-    out: Path,
-    overwrite: bool,
-    progress_bar: bool,
-    on_log: Callable[[list[dict]], None] | None,
-    processes: Processes,
-    device: str | None,
-    on_start: Callable[[Trainer, Corpus, Tokenizer], None] | None,
+    config: RunConfig, out: Path, overwrite: bool, progress_bar: bool, on_log: Callable[[list[dict]], None] | None,
+    processes: Processes, device: str | None, on_start: Callable[[Trainer, Corpus, Tokenizer], None] | None,
 ) -> Translator:
     "Do what `train_translator` says, in a folder that no other process uses."
-    corpus, tokenizer = open_run(config, out, overwrite, processes, progress_bar)
+    corpus, tokenizer = open_run(config, out, overwrite, processes)
     if is_finished(out, config):
         return Translator.load(out)
     search = search_settings(config.start_from)
     evaluation = Evaluation(corpus['val'], tokenizer, search, config.val_sentences)
-    loader, val_batches = make_loaders(config, corpus, tokenizer, processes, progress_bar)
+    loader, val_batches = make_loaders(config, corpus, tokenizer, processes)
     model, metrics = new_model(config, tokenizer, device)
 
     def save(model, folder):

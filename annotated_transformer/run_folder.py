@@ -90,6 +90,9 @@ def data_files(corpus: CorpusConfig) -> dict[str, Path]:
     "Return the data files that a corpus is given, by option; of a folder, the files of its languages."
     found = {}
     for option, path in numbered(vars(corpus)).items():
+        if option == 'prepared': # its manifest names the content of all other files
+            found[option] = path / 'manifest.json'
+            continue
         if not path.is_dir():
             found[option] = path
             continue

@@ -4,7 +4,7 @@
 it reached, its weights, and what to do next."""
 
 __all__ = ['LANGUAGES', 'WEIGHTS', 'language_name', 'first_pair', 'limits', 'changed_settings', 'too_short', 'model_name',
-           'table', 'start_report', 'chosen_weights', 'next_commands', 'duration', 'limit_reached', 'end_report']
+           'start_report', 'chosen_weights', 'next_commands', 'duration', 'limit_reached', 'end_report']
 
 import math
 import shlex
@@ -17,9 +17,9 @@ import torch
 from .checkpoints import kind_of, latest_checkpoint, read_log
 from .corpora import PATH_OPTIONS, TEXT_OPTIONS, Corpus
 from .files import read_json
-from .parallel_text import PairStream, as_paths
+from .parallel_text import as_paths
 from .recipe import RunConfig, default_run, differences, settings_dict
-from .score_report import counted
+from .score_report import counted, table
 from .trainer import TrainConfig, Trainer
 from .transformer import TransformerConfig
 from .vocabulary import Tokenizer
@@ -87,11 +87,6 @@ def model_name(config: Any) -> str:
         return f'Transformer with {config.positions} positions'
     return f'{kind_of(config)} model'
 
-def table(title: str, rows: dict[str, str]) -> str:
-    "A title, and rows with their names in a column."
-    width = max(map(len, rows)) + 2
-    return '\n'.join([title, *(f'  {name:<{width}}{text}' for name, text in rows.items() if text)])
-
 def start_report(
     config: RunConfig, out: Path, trainer: Trainer, corpus: Corpus, tokenizer: Tokenizer, recipe: str | None,
 ) -> str:
@@ -103,8 +98,8 @@ def start_report(
     """
     loader = trainer.loader
     steps = math.ceil(len(loader) / config.training.gradient_accumulation_steps)
-    src_tokens, tgt_tokens = loader.lengths.sum(0).tolist()
-    data = (f'{counted(len(loader.lengths), "pair")} with {src_tokens:,} source and {tgt_tokens:,} target tokens '
+    src_tokens, tgt_tokens = loader.pairs.tokens
+    data = (f'{counted(len(loader.pairs), "pair")} with {src_tokens:,} source and {tgt_tokens:,} target tokens '
             f'to train on, {counted(len(corpus["val"]), "pair")} to validate on')
     if config.corpus.corpus in TEXT_OPTIONS and not (config.corpus.test_tsv or config.corpus.test_src):
         data += f', {len(corpus["test"]):,} held out to test on'
@@ -115,11 +110,12 @@ def start_report(
     checkpoint = latest_checkpoint(out)
     n_processes = trainer.processes.size
     source, target = map(language_name, corpus.langs)
-    first, second = first_pair(corpus['train'], corpus.langs)
+    shown = 'val' if config.corpus.prepared else 'train' # of its training pairs, a prepared corpus has ids only
+    first, second = first_pair(corpus[shown], corpus.langs)
     rows = {
         'first pair': first,
         '': second,
-        'data': data + ('; read from disk' if isinstance(corpus['train'], PairStream) else ''),
+        'data': data + (f'; prepared in {config.corpus.prepared}' if config.corpus.prepared else ''),
         'left out': ', '.join(left_out),
         'vocabulary': f'{len(tokenizer):,} tokens ({tokenizer.kind}), shared by both languages',
         'model': f'{model_name(model.config)}, {n_parameters:,} parameters',

@@ -5,9 +5,9 @@ fails."""
 
 __all__ = ['LOWERCASED_TOKENIZED_OPTIONS', 'TITLES', 'PICTURES', 'ONLY', 'NEGATORS', 'ERROR_TYPES', 'lowercased_tokenized',
            'tokenized_bleu', 'lowercased_tokenized_bleu', 'score_groups', 'score_by_length', 'phenomenon_scores',
-           'without_signatures', 'report', 'counted', 'describe', 'plot_groups', 'plot_report', 'require_matplotlib',
-           'save_plot', 'Entry', 'german_lexicon', 'entry', 'german_words', 'phrase_readings', 'phrase_at',
-           'form_error', 'error_types', 'plot_error_types']
+           'without_signatures', 'report', 'counted', 'table', 'describe', 'plot_groups', 'plot_report',
+           'require_matplotlib', 'save_plot', 'Entry', 'german_lexicon', 'entry', 'german_words', 'phrase_readings',
+           'phrase_at', 'form_error', 'error_types', 'plot_error_types']
 
 import io
 from bisect import bisect_left
@@ -174,6 +174,11 @@ TITLES = {'by_length': 'by reference length in words', 'by_phenomenon': 'by phen
 def counted(number: int, noun: str) -> str:
     "Return a number with its noun: '1 step', '2,032 steps'."
     return f'{number:,} {noun}' if number == 1 else f'{number:,} {noun}s'
+
+def table(title: str, rows: dict[str, str]) -> str:
+    "A title, and rows with their names in a column; rows without text are left out."
+    width = max(map(len, rows)) + 2
+    return '\n'.join([title, *(f'  {name:<{width}}{text}' for name, text in rows.items() if text)])
 
 def describe(name: str, found: dict) -> str:
     """Return a report as text, the number of sentences first.

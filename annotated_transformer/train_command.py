@@ -24,6 +24,7 @@ from .distributed import Processes, destroy_process_group, init_process_group, u
 from .files import atomic_write, checksum, read_json, to_json
 from .hub import write_model_card
 from .parallel_text import as_paths
+from .prepared import read_manifest
 from .recipe import (
     RECIPES, RunConfig, default_run, evaluate, is_finished, recipe_for, train_translator)
 from .recurrent import RecurrentConfig
@@ -50,12 +51,12 @@ def chosen_device(common: Common) -> str | None:
     return common.device
 
 GROUPS = { # of train: heading, introduction, options
-    '': ('', ('tsv', 'src', 'tgt', 'corpus', 'pair', 'out', 'overwrite', 'recipe', 'preset', 'start_from',
+    '': ('', ('tsv', 'src', 'tgt', 'prepared', 'corpus', 'pair', 'out', 'overwrite', 'recipe', 'preset', 'start_from',
               'max_minutes',
               'max_epochs', 'max_steps', 'device', 'threads', 'config', 'save_config')),
     'data': ('Which sentence pairs to train, validate and test on, and how to split them into tokens.',
              ('val_tsv', 'test_tsv', 'skip_header', 'val_src', 'val_tgt', 'test_src', 'test_tgt', 'on_error',
-              'held_out', 'data_dir', 'extra_src', 'extra_tgt', 'max_words', 'max_ratio', 'unique', 'on_disk',
+              'held_out', 'data_dir', 'extra_src', 'extra_tgt', 'max_words', 'max_ratio', 'unique',
               'tokenizer', 'vocab_size', 'bpe_dropout', 'vectors', 'freeze_vectors')),
     'model': ('Section numbers are those of the paper, "Attention Is All You Need".',
               ('n_layers', 'd_model', 'd_ff', 'n_heads', 'd_k', 'd_v', 'dropout', 'norm', 'positions',
@@ -161,12 +162,13 @@ class Train(Command):
         'architecture': Literal['transformer', 'recurrent'],
     }
     TEXTS = {
-        'corpus': 'which sentence pairs (left out: tsv with --tsv, files with --src and --tgt, else toy-ende)',
+        'corpus': 'which sentence pairs (left out: what --tsv, --src or --prepared names, else toy-ende)',
         'tsv': 'table to train on, or several: one sentence pair on each line: source, tab, target',
         'pair': 'languages of source and target, such as en-fr. For your own data a label, which the same command '
                 'changes later (left out: en-de)',
         'src': 'text to train on, or several: one sentence on each line',
         'tgt': 'translations, file by file and line by line',
+        'prepared': 'folder that `annotated-transformer prepare` filled, for large corpora',
         'start_from': "a trained model's folder: continue with its weights and its vocabulary on other data",
         'vocab_size': 'largest number of tokens, shared by source and target (section 5.1)',
         'norm': "layer norm after each residual addition; 'pre': before each sublayer; for export to Marian: post",
@@ -175,7 +177,6 @@ class Train(Command):
         'peak_lr': "largest learning rate (left out: the paper's, from d_model and the warm-up)",
         'on_error': 'a line to train on that is no text, or a row without a tab: stop, or skip it and count it '
                     '(more than a tenth of a file always stops)',
-        'on_disk': 'read the corpus from disk, for tables larger than memory',
         'seed': 'of the weights, the batches and dropout: the same seed gives the same model',
         'val_sentences': 'validation sentences to translate for a BLEU at each validation; 0: none',
         'tokenizer': 'byte pairs, whole words, or the one that comes with --start-from',
@@ -187,16 +188,18 @@ class Train(Command):
         start = deciding.get('start_from')
         if start:
             check_model_folder(Path(start), FILES[:3])
-        recipe = deciding.get('recipe') or recipe_for(deciding.get('corpus') or 'toy-ende')
-        return default_run(None, deciding.get('preset'), recipe, deciding.get('start_from'))
+        folder = deciding.get('prepared')
+        corpus = CorpusConfig('prepared', read_manifest(folder)['pair'], prepared=folder) if folder else None
+        recipe = deciding.get('recipe') or recipe_for(corpus or deciding.get('corpus') or 'toy-ende')
+        return default_run(corpus, deciding.get('preset'), recipe, start)
 
     @classmethod
     def defaults(cls, deciding: Mapping[str, Any]) -> dict[str, Any]:
         "Return the defaults of the corpus, recipe, preset and model that the deciding options name."
         corpus = deciding.get('corpus')
-        for name in ('tsv', 'src'):
+        for name, owner in (('tsv', 'tsv'), ('src', 'files'), ('prepared', 'prepared')):
             if corpus is None and name in deciding:
-                corpus = {'tsv': 'tsv', 'src': 'files'}[name]
+                corpus = owner
         run = cls.usual_run(deciding | ({'corpus': corpus} if corpus else {}))
         settings = asdict(run)
         found = settings.pop('corpus') | settings.pop('model') | settings.pop('training') | settings
@@ -239,7 +242,7 @@ class Train(Command):
     def description(cls, deciding: Mapping[str, Any]) -> str:
         "Say which recipe the defaults are from."
         defaults = cls.defaults(deciding)
-        recipe = deciding.get('recipe') or recipe_for(defaults['corpus'])
+        recipe = deciding.get('recipe') or recipe_for(cls.usual_run(deciding | {'corpus': defaults['corpus']}).corpus)
         return (f'{super().description(deciding)}\n\nThe defaults below are those of the recipe {recipe}, for corpus '
                 f'{defaults["corpus"]}. Add --tsv, --src, --corpus, --recipe, --preset or --start-from to see those of '
                 'another.')
@@ -265,7 +268,7 @@ def train(
     :param recipe: that the settings are compared with; default: the corpus's
     :param pair_is_assumed: nobody said which languages the corpus has
     """
-    recipe = recipe or recipe_for(config.corpus.corpus)
+    recipe = recipe or recipe_for(config.corpus)
     is_main = processes.is_main_process
     if is_main and not overwrite:
         relabel(config, out)

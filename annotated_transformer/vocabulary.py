@@ -3,8 +3,8 @@
 """Vocabulary: choose a tokenizer, train it on your text, and save it with your model."""
 
 __all__ = ['PAD', 'BOS', 'EOS', 'UNK', 'SPECIALS', 'LONE_SURROGATES', 'UNKNOWN', 'JOINER', 'TOKENIZERS', 'replace_surrogates',
-           'normalize', 'Tokenizer', 'check_specials', 'check_lang', 'word_of_subword', 'BytePairTokenizer',
-           'spacy_splitter', 'add_joiners', 'join_words', 'WordTokenizer', 'open_sentencepiece',
+           'normalized_words', 'normalize', 'Tokenizer', 'check_specials', 'check_lang', 'word_of_subword',
+           'BytePairTokenizer', 'spacy_splitter', 'add_joiners', 'join_words', 'WordTokenizer', 'open_sentencepiece',
            'SentencePieceTokenizer', 'train_tokenizer', 'load_tokenizer']
 
 import base64
@@ -27,10 +27,15 @@ def replace_surrogates(text: str) -> str:
     "Replace each lone surrogate by U+FFFD, the replacement character."
     return LONE_SURROGATES.sub('\ufffd', text)
 
+def normalized_words(text: str) -> list[str]:
+    "Return what spaces separate, in Unicode's composed form (NFC) and without lone surrogates."
+    if not text.isascii():
+        text = unicodedata.normalize('NFC', replace_surrogates(text))
+    return text.split()
+
 def normalize(text: str) -> str:
     "Return text in Unicode's composed form (NFC), with single spaces and no lone surrogates."
-    composed = unicodedata.normalize('NFC', replace_surrogates(text))
-    return ' '.join(composed.split())
+    return ' '.join(normalized_words(text))
 
 UNKNOWN = '⁇' # shown for UNK
 

@@ -62,7 +62,7 @@ def test_bad_files_are_named_in_streams_too(kind, gz, tmp_path):
     good = write(tmp_path/'good.en', 'one\ntwo\n')
     for options in (dict(src=good, tgt=path), dict(src=path, tgt=good)):
         with pytest.raises(ValueError, match=r'bad\.de.*' + said):
-            list(load_corpus('files', on_disk=True, **options)['train'])
+            list(load_corpus('files', stream=True, **options)['train'])
 
 @pytest.mark.parametrize('kind, gz', [(kind, False) for kind in BAD | OTHER] + [(kind, True) for kind in BAD])
 def test_bad_files_are_named(kind, gz, tmp_path):
@@ -92,7 +92,7 @@ def test_a_truncated_gzip_file_is_found_at_its_end(tmp_path):
     data = gzip.compress(b''.join(b'%d\teins\n' % i for i in range(5000)))
     for cut in (data[:-5], data[:len(data) // 2], data[:-8] + b'\0' * 8):
         with pytest.raises(ValueError, match=r'a\.tsv\.gz is not a complete gzip file'):
-            list(load_corpus('tsv', tsv=write(tmp_path/'a.tsv.gz', cut), on_disk=True)['train'])
+            list(load_corpus('tsv', tsv=write(tmp_path/'a.tsv.gz', cut), stream=True)['train'])
 
 def test_unequal_lengths(tmp_path):
     src, tgt = write(tmp_path/'a.en', 'one\n\ntwo\nthree\n'), write(tmp_path/'a.de', 'eins\nzwei\ndrei\n')
@@ -108,7 +108,7 @@ def test_streams_of_unequal_length(lines, tmp_path):
     src, tgt = (write(tmp_path/name, 'x\n' * n) for name, n in zip(('a.en', 'a.de'), lines))
     said = rf'a\.en has {lines[0]} lines, .*a\.de has {lines[1]}' if all(lines) else r'a\.de is empty'
     with pytest.raises(ValueError, match=said):
-        list(load_corpus('files', src=src, tgt=tgt, on_disk=True)['train'])
+        list(load_corpus('files', src=src, tgt=tgt, stream=True)['train'])
 
 @pytest.mark.parametrize('data, line', [('a\tb\nc\n', 2), ('a b\n', 1), ('a\tb\n\n\nc;d\n', 4)])
 def test_a_row_with_one_column(data, line, tmp_path):
@@ -139,16 +139,16 @@ def test_a_first_pair_is_no_header(tmp_path, recwarn):
         assert len(read_tsv(write(tmp_path/'x.tsv', f'{pair}\n{pair}\n'))) == 2
     assert not recwarn
 
-@pytest.mark.parametrize('on_disk', [False, True])
-def test_bad_lines_are_left_out_on_request(on_disk, tmp_path):
+@pytest.mark.parametrize('stream', [False, True])
+def test_bad_lines_are_left_out_on_request(stream, tmp_path):
     good = [(f'word {i}', f'Wort {i}') for i in range(40)]
     rows = [f'{src}\t{tgt}'.encode() for src, tgt in good]
     table = tmp_path/'x.tsv'
     table.write_bytes(b'\n'.join([*rows[:5], b'one column', b'\xff\t\xff', b'a\0b\tc', *rows[5:]]) + b'\n')
     with pytest.raises(ValueError, match='line 6: one column'):
-        list(load_corpus('tsv', tsv=table, on_disk=on_disk)['train'])
+        list(load_corpus('tsv', tsv=table, stream=stream)['train'])
     with pytest.warns(UserWarning) as caught:
-        found = load_corpus('tsv', tsv=table, on_disk=on_disk, on_error='skip', held_out=1)
+        found = load_corpus('tsv', tsv=table, stream=stream, on_error='skip', held_out=1)
         assert sorted([*found['train'], *found['val'], *found['test']]) == sorted(good)
     said = [str(warning.message) for warning in caught]
     assert any('left out 1 of 43 lines (one column: 1). The first is line 6' in text for text in said)
@@ -159,16 +159,16 @@ def test_bad_lines_are_left_out_on_request(on_disk, tmp_path):
     src.write_bytes(b''.join(pair[0].encode() + b'\n' for pair in good))
     tgt.write_bytes(b''.join(b'\xff\n' if i == 2 else pair[1].encode() + b'\n' for i, pair in enumerate(good)))
     with pytest.warns(UserWarning, match='x.de: left out 1 of 40 lines .* line 3: not UTF-8'):
-        found = load_corpus('files', src=src, tgt=tgt, on_disk=on_disk, on_error='skip', held_out=1)
+        found = load_corpus('files', src=src, tgt=tgt, stream=stream, on_error='skip', held_out=1)
         assert sorted([*found['train'], *found['val'], *found['test']]) == sorted(good[:2] + good[3:])
     assert {reason: n for reason, n in found.dropped.items() if n} == {'not UTF-8': 1}
 
-@pytest.mark.parametrize('on_disk', [False, True])
-def test_a_file_of_another_encoding_is_not_left_out(on_disk, tmp_path):
+@pytest.mark.parametrize('stream', [False, True])
+def test_a_file_of_another_encoding_is_not_left_out(stream, tmp_path):
     german = 'Der Bär frißt.\n' * 30 + 'Er geht.\n' * 10
     src, tgt = write(tmp_path/'x.en', 'It is.\n' * 40), write(tmp_path/'x.de', german.encode('latin-1'))
     with pytest.raises(ValueError, match="x.de: too many bad lines .* 30 of 40 .*it reads 'Bär', convert"):
-        list(load_corpus('files', src=src, tgt=tgt, on_disk=on_disk, on_error='skip')['train'])
+        list(load_corpus('files', src=src, tgt=tgt, stream=stream, on_error='skip')['train'])
     with pytest.raises(ValueError, match='convert other text to UTF-8'):
         read_lines(write(tmp_path/'y.de', b'\x81\x8d\n')) # no letters of Windows-1252
     with pytest.raises(ValueError, match='y.de is UTF-16 text'):
@@ -223,7 +223,7 @@ def test_missing_files(tmp_path):
     (dict(extra_src='a'), '`extra_src` names 1, `extra_tgt` names none'),
     (dict(corpus='tsv', test_tsv='a', extra_src='a', extra_tgt='b'), 'the text to train on, which is missing'),
     (dict(max_words=0), 'max_words=0 must be'), (dict(max_ratio=0.9), 'max_ratio=0.9 must be'),
-    (dict(on_disk=True), 'an option of corpus files and tsv'), (dict(corpus='files', on_disk=True), 'needs src'),
+    (dict(prepared='a'), 'prepared=a is an option of corpus prepared, not of toy-ende'),
     (dict(held_out=7), 'an option of corpus files and tsv'),
     (dict(corpus='files', src='a', tgt='a', val_src='a', val_tgt='b', test_src='c', test_tgt='d', held_out=7),
      'leave held_out=7 out')])
@@ -259,7 +259,7 @@ def test_every_option_is_known():
     assert set(PATH_OPTIONS) == {option.name for option in fields(CorpusConfig) if 'Path' in str(option.type)}
 
 def test_a_new_corpus_is_one_function_and_one_line(monkeypatch):
-    def numbers(config):
+    def numbers(config, stream):
         pairs = [(str(i), 'x ' * i) for i in range(100)]
         return build_corpus(config, {'train': lambda: pairs[10:], 'val': lambda: pairs[:10]})
     monkeypatch.setitem(CORPORA, 'numbers', CorpusKind(numbers))
@@ -353,14 +353,14 @@ def test_small_and_odd_corpora():
     assert hold_out([('a', f'{i}') for i in range(50)], {'val': 5})['train'] == [] # one source goes as a whole
     assert hold_out([('a', 'b')] * 9, {'val': 5})['val'] == []                     # a tenth of 9 is 0
 
-@pytest.mark.parametrize('on_disk', [False, True])
-def test_held_out_sets_are_not_filtered(on_disk, tmp_path):
+@pytest.mark.parametrize('stream', [False, True])
+def test_held_out_sets_are_not_filtered(stream, tmp_path):
     rng = random.Random(1)
     pairs = [(f'{i} ' * (1 + rng.randrange(12)), 'x ' * (1 + rng.randrange(12))) for i in range(1000)]
     table = write_tsv(tmp_path/'x.tsv', pairs)
     filters = dict(max_words=6, max_ratio=1.5, unique=True)
-    plain = load_corpus('tsv', tsv=table, held_out=80, on_disk=on_disk)
-    filtered = load_corpus('tsv', tsv=table, held_out=80, on_disk=on_disk, **filters)
+    plain = load_corpus('tsv', tsv=table, held_out=80, stream=stream)
+    filtered = load_corpus('tsv', tsv=table, held_out=80, stream=stream, **filters)
     assert filtered['val'] == plain['val'] and filtered['test'] == plain['test'] and len(plain['val']) == 80
     reasons = Counter(rejection_reason(pair, 6, 1.5) for pair in plain['train'])
     assert list(filtered['train']) == [pair for pair in plain['train'] if rejection_reason(pair, 6, 1.5) is None]
@@ -420,25 +420,23 @@ def test_a_table_to_test_on_is_used_as_a_whole(tmp_path):
     assert 40 < n_shared <= 50 and len(both['train']) == 280 - n_shared
     assert (len(both['val']), len(both['test'])) == (51, 20)
 
-@pytest.mark.parametrize('on_disk', [False, True])
-def test_training_pairs_share_no_source_with_a_given_split(on_disk, tmp_path):
+@pytest.mark.parametrize('stream', [False, True])
+def test_training_pairs_share_no_source_with_a_given_split(stream, tmp_path):
     pairs = [(f's{i}', f't{i}') for i in range(300)]
     secret = [(' s7 ', 'other'), ('s8', 't8'), ('new', 't9')]
     table, given = write_tsv(tmp_path/'a.tsv', pairs), write_tsv(tmp_path/'b.tsv', secret)
-    corpus = load_corpus('tsv', tsv=table, val_tsv=given, test_tsv=given, on_disk=on_disk)
+    corpus = load_corpus('tsv', tsv=table, val_tsv=given, test_tsv=given, stream=stream)
     with pytest.warns(UserWarning, match=r'2 of 300 pairs in .*a\.tsv share'):
         assert list(corpus['train']) == pairs[:7] + pairs[9:]     # a shared target alone is no leak between own files
     assert corpus.dropped['held out'] == 2 and corpus['val'] == corpus['test'] == secret
-    if on_disk:
-        assert corpus['train'].files == [table, given, given]     # encoded pairs depend on the given splits, too
-    alone = load_corpus('tsv', tsv=given, test_tsv=given, on_disk=on_disk)
+    alone = load_corpus('tsv', tsv=given, test_tsv=given, stream=stream)
     with pytest.warns(UserWarning), pytest.raises(ValueError, match=r'no training pairs are left \(3 held out\)'):
         list(alone['train'])
 
-@pytest.mark.parametrize('on_disk', [False, True])
-def test_a_given_split_that_is_not_there_is_named(on_disk, tmp_path):
+@pytest.mark.parametrize('stream', [False, True])
+def test_a_given_split_that_is_not_there_is_named(stream, tmp_path):
     table = write_tsv(tmp_path/'a.tsv', [(f's{i}', f't{i}') for i in range(30)])
-    corpus = load_corpus('tsv', tsv=table, val_tsv=tmp_path/'none.tsv', test_tsv=table, on_disk=on_disk)
+    corpus = load_corpus('tsv', tsv=table, val_tsv=tmp_path/'none.tsv', test_tsv=table, stream=stream)
     with pytest.warns(UserWarning, match='val cannot be read, so training pairs are not compared with it'):
         with pytest.raises(ValueError, match=r'30 held out'):
             list(corpus['train'])
@@ -473,10 +471,10 @@ def test_clean_against_a_plain_loop(limits, n_parts, monkeypatch):
 
 def test_counts_are_of_the_last_reading(tmp_path):
     table = write_tsv(tmp_path/'x.tsv', [(s or '-', t or '-') for s, t in random_dirt(2)])
-    corpus = load_corpus('tsv', tsv=table, on_disk=True, unique=True, max_words=3)
+    corpus = load_corpus('tsv', tsv=table, stream=True, unique=True, max_words=3)
     n = len(list(corpus['train']))
     counts = dict(corpus.dropped)
-    assert len(list(corpus['train'])) == n and corpus.dropped == counts == corpus['train'].dropped
+    assert len(list(corpus['train'])) == n and corpus.dropped == counts
     assert n + len(corpus['val']) + len(corpus['test']) + sum(counts.values()) == 3000
     plain = load_corpus('tsv', tsv=table, unique=True, max_words=3)
     assert plain['train'] == list(corpus['train']) and plain.dropped == counts
@@ -499,14 +497,14 @@ def test_cleaning_of_corpora_with_given_splits(monkeypatch):
     assert toy['val'] == plain['val'] and not any(plain.dropped.values())
     assert toy.dropped['too long'] == 300 - len(toy['train']) and not toy.dropped['duplicate']
 
-@pytest.mark.parametrize('on_disk', [False, True])
-def test_a_corpus_of_which_nothing_is_left_says_why(on_disk, tmp_path):
+@pytest.mark.parametrize('stream', [False, True])
+def test_a_corpus_of_which_nothing_is_left_says_why(stream, tmp_path):
     table = write(tmp_path/'s.tsv', ''.join(f'one two {i}\teins zwei {i}\n' for i in range(30)))
-    corpus = load_corpus('tsv', tsv=table, max_words=2, on_disk=on_disk)
+    corpus = load_corpus('tsv', tsv=table, max_words=2, stream=stream)
     with pytest.raises(ValueError, match=r's\.tsv: no training pairs are left \(24 too long\)'):
         list(corpus['train'])
     assert len(corpus['val']) == 3
-    alone = load_corpus('tsv', tsv=write(tmp_path/'x.tsv', 20 * 'a\tb\n'), held_out=2, on_disk=on_disk)
+    alone = load_corpus('tsv', tsv=write(tmp_path/'x.tsv', 20 * 'a\tb\n'), held_out=2, stream=stream)
     with pytest.raises(ValueError, match=r'x\.tsv: no training pairs are left \(there were none\)'):
         list(alone['train']) # all pairs share their source, which is held out
 
@@ -519,11 +517,11 @@ def write_extra(folder, pairs):
         names[name] = write(folder/name, ''.join(f'{pair[side]}\n' for pair in pairs))
     return names
 
-@pytest.mark.parametrize('on_disk', [False, True])
-def test_extra_pairs_come_last_and_are_cleaned_alike(on_disk, tmp_path):
+@pytest.mark.parametrize('stream', [False, True])
+def test_extra_pairs_come_last_and_are_cleaned_alike(stream, tmp_path):
     pairs = [(f's{i}', f't{i}') for i in range(300)]
     table = write_tsv(tmp_path/'a.tsv', pairs)
-    options = dict(tsv=table, held_out=20, on_disk=on_disk)
+    options = dict(tsv=table, held_out=20, stream=stream)
     own = load_corpus('tsv', **options)
     known = list(own['train'])[0]
     extra = write_extra(tmp_path, [('the cat sings', 'die Katze singt'), ('x ' * 9, 'y'), ('', 'blank'), known])
@@ -532,7 +530,7 @@ def test_extra_pairs_come_last_and_are_cleaned_alike(on_disk, tmp_path):
         grown = load_corpus('tsv', **options, **extra, max_words=8, unique=True)
         assert list(grown['train']) == list(own['train']) + [('the cat sings', 'die Katze singt')]
     assert grown.dropped == {'blank': 1, 'too long': 1, 'ratio': 0, 'duplicate': 1, 'held out': 0}
-    assert grown['val'] == own['val'] and grown['test'] == own['test'] and len(caught) == (not on_disk)
+    assert grown['val'] == own['val'] and grown['test'] == own['test'] and len(caught) == (not stream)
 
 @pytest.mark.parametrize('split', [split for split in SPLITS if split != 'train'])
 @pytest.mark.parametrize('side', [0, 1])
@@ -580,25 +578,15 @@ def test_streams_and_lists_read_the_same(tmp_path):
     src, tgt = (write(tmp_path/f'a.{k}.gz', gzip.compress('\r\n'.join(p[k] for p in pairs).encode())) for k in range(2))
     table = write(tmp_path/'a.tsv', ''.join(f'{s}\t{t}\tmore\r\n' for s, t in pairs))
     for options in (dict(corpus='files', src=src, tgt=tgt), dict(corpus='tsv', tsv=table)):
-        large, small = (load_corpus(CorpusConfig(**options, on_disk=on_disk, held_out=20)) for on_disk in (True, False))
+        large, small = (load_corpus(CorpusConfig(**options, held_out=20), stream) for stream in (True, False))
         assert isinstance(large['train'], PairStream) and isinstance(small['train'], list)
-        assert CorpusConfig(**options, on_disk=True).large and not CorpusConfig(**options).large
         for split in ('train', 'val', 'test'):
             assert list(large[split]) == list(small[split])
         assert list(large['train']) == list(large['train']) and len(large['val']) == len(large['test']) == 20
     with pytest.raises(ValueError, match='too few pairs'):
-        load_corpus('tsv', tsv=write(tmp_path/'b.tsv', 'a\tb\n'), on_disk=True)['val']
-    only = load_corpus('files', test_src=src, test_tgt=tgt, on_disk=True)
+        load_corpus('tsv', tsv=write(tmp_path/'b.tsv', 'a\tb\n'), stream=True)['val']
+    only = load_corpus('files', test_src=src, test_tgt=tgt, stream=True)
     assert tuple(only.splits) == ('test',) and only['test'] == pairs
-
-def test_a_stream_says_what_it_is_made_of(tmp_path):
-    table = write_tsv(tmp_path/'a.tsv', [(f's{i}', 't') for i in range(100)])
-    extra = write_extra(tmp_path, [('a', 'b')])
-    stream = load_corpus('tsv', tsv=table, on_disk=True, max_words=9, held_out=5, **extra)['train']
-    assert stream.files == [table, extra['extra_src'], extra['extra_tgt']]
-    assert json.loads(json.dumps(stream.settings)) == stream.settings == {
-        'corpus': 'tsv', 'pair': 'en-de', 'held_out': {'val': 5, 'test': 5}, 'max_words': 9, 'max_ratio': None,
-        'unique': False, 'skip_header': False}
 
 def test_samples_are_fair():
     numbers = PairStream(lambda: ((f'{i}', f'{-i}') for i in range(1000)))
@@ -617,10 +605,12 @@ def test_wmt14_from_a_folder(kind, nested, tmp_path):
                        ('validation-00000-of-00001', pairs[:7]), ('test', pairs[7:9])):
         rows = datasets.Dataset.from_list([{'translation': {'de': de, 'en': en}} for en, de in part])
         rows.to_parquet(folder/f'{name}.parquet') if kind == 'parquet' else rows.to_json(folder/f'{name}.jsonl')
-    corpus = load_corpus('wmt14', data_dir=tmp_path)
+    corpus = load_corpus('wmt14', data_dir=tmp_path, stream=True)
     assert isinstance(corpus['train'], PairStream) and list(corpus['train']) == list(corpus['train']) == pairs
     assert corpus['val'] == pairs[:7] and corpus['test'] == pairs[7:9]
     assert load_corpus('wmt14', pair='de-en', data_dir=tmp_path)['test'] == [(de, en) for en, de in pairs[7:9]]
+    with pytest.raises(ValueError, match='wmt14 is large: run `annotated-transformer prepare --corpus wmt14`'):
+        load_corpus('wmt14', data_dir=tmp_path)['train']
     with pytest.raises(FileNotFoundError, match='neither test'):
         load_corpus('wmt14', data_dir=tmp_path/'elsewhere')['test']
     with pytest.raises(ValueError, match='holds de and en, not en and fr'):
@@ -782,16 +772,16 @@ def test_a_flipped_bit(tmp_path):
 
 # --- several files
 
-@pytest.mark.parametrize('on_disk', [False, True])
-def test_several_files_are_one_corpus(tmp_path, on_disk):
+@pytest.mark.parametrize('stream', [False, True])
+def test_several_files_are_one_corpus(tmp_path, stream):
     pairs = [(f'sentence {n} .', f'Satz {n} .') for n in range(60)]
     for name, part in (('a', pairs[:20]), ('b', pairs[20:])):
         (tmp_path / f'{name}.tsv').write_text(''.join(f'{src}\t{tgt}\n' for src, tgt in part))
         for lang, side in (('en', 0), ('de', 1)):
             (tmp_path / f'{name}.{lang}').write_text(''.join(f'{pair[side]}\n' for pair in part))
     paths = {lang: [tmp_path / f'a.{lang}', str(tmp_path / f'b.{lang}')] for lang in ('en', 'de', 'tsv')}
-    tables = load_corpus('tsv', tsv=paths['tsv'], held_out=5, on_disk=on_disk)
-    files = load_corpus('files', src=paths['en'], tgt=paths['de'], held_out=5, on_disk=on_disk)
+    tables = load_corpus('tsv', tsv=paths['tsv'], held_out=5, stream=stream)
+    files = load_corpus('files', src=paths['en'], tgt=paths['de'], held_out=5, stream=stream)
     for corpus in (tables, files):
         assert sorted(pair for split in ('train', 'val', 'test') for pair in corpus[split]) == sorted(pairs)
         assert len(list(corpus['val'])) == len(list(corpus['test'])) == 5

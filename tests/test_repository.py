@@ -17,12 +17,13 @@ PACKAGE = ROOT/'annotated_transformer'
 FLOORS = {
     -1: 'files toy_words progress', # the standard library alone; whatever writes a file imports files
     -0.5: 'probes',
-    0: 'attention command_options positions vocabulary toy_grammar scoring checks plotting '
+    0: 'attention command_options positions vocabulary prepared toy_grammar scoring checks plotting '
        'distributed hub text_streams part_checks input_checks training_checks',
     0.5: 'parallel_text data_checks config_files',
     1: 'layers batches complexity experiments bpe_dropout word_vectors drawing toy_languages downloads',
     2: 'transformer corpora diagrams loader',
-    3: 'training decoding attention_maps relative_positions recurrent large_corpora marian run_folder',
+    3: 'training decoding attention_maps relative_positions recurrent marian run_folder',
+    3.2: 'large_corpora', # its folders have plans and locks, as those of runs have settings
     3.5: 'kernels',
     4: 'checkpoints inference causal_tests',
     4.5: 'run_log explorer',
@@ -32,7 +33,7 @@ FLOORS = {
     7: 'recipe',
     7.5: 'run_reports',
     8: 'server train_command',
-    8.5: 'commands',
+    8.5: 'commands prepare_command',
     8.7: 'model_commands translate_command',
     9: 'cli',
     10: '__main__',
