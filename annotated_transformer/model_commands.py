@@ -162,7 +162,7 @@ class Serve(Command):
     }
     EXAMPLE = 'annotated-transformer serve --model runs/mine --port 8000'
     GROUPS = {
-        '': ('', ('model', 'host', 'port', 'api_key', 'engine', 'compute_type', 'device', 'threads',
+        '': ('', ('model', 'host', 'port', 'api_key', 'log_requests', 'engine', 'compute_type', 'device', 'threads',
                  'config', 'save_config')),
         'limit': ('', ('max_batch', 'max_wait', 'max_waiting', 'max_sentences', 'max_bytes', 'timeout',
                       'max_attention')),

@@ -5,7 +5,7 @@ invalid ones are rejected with a reason."""
 
 __all__ = ['LOG', 'SHORT_HELP', 'TRANSLATE_SCHEMA', 'ServerConfig', 'BadRequest', 'Waiting', 'SentenceQueue', 'Batcher',
            'parse_body', 'TranslateRequest', 'parse_request', 'read_body', 'check_key', 'translate_response',
-           'attention_response', 'make_batchers', 'handle', 'create_app', 'listen', 'serve']
+           'attention_response', 'without_warnings', 'make_batchers', 'handle', 'create_app', 'listen', 'serve']
 
 import asyncio
 import contextlib
@@ -16,9 +16,10 @@ import socket
 import time
 import urllib.parse
 import warnings
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class ServerConfig:
     :param max_bytes: bytes in one request; beyond that: 413
     :param timeout: seconds for one request; beyond that: 408 while it is read, then 504
     :param max_attention: requests for attention weights in their queue; beyond that: 429
+    :param log_requests: write a line of JSON to stderr for each POST request, without its text
     """
     host: str = '127.0.0.1'
     port: int = 8000
@@ -52,6 +54,7 @@ class ServerConfig:
     max_bytes: int = 200_000
     timeout: float = 30.0
     max_attention: int = 20
+    log_requests: bool = True
 
     def __post_init__(self):
         for name in ('max_batch', 'max_waiting', 'max_sentences', 'max_bytes', 'max_attention'):
@@ -220,12 +223,16 @@ async def read_body(
     request, # a Starlette request
     max_bytes: int,
 ) -> bytes:
-    "Read a request's body. Raises BadRequest (413) as soon as it is too large."
+    "Read a request's body. Raises BadRequest: 413 as soon as it is too large, 499 if the client leaves."
+    from starlette.requests import ClientDisconnect
     body = b''
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise BadRequest(413, f'the request has more than {max_bytes} bytes')
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_bytes:
+                raise BadRequest(413, f'the request has more than {max_bytes} bytes')
+    except ClientDisconnect:
+        raise BadRequest(499, 'the client left before the request was complete') from None
     return body
 
 def check_key(request, fields: dict, api_key: str | None) -> None:
@@ -263,14 +270,21 @@ def attention_response(translator: Translator, text: str) -> dict:
         'weights': [[round(weight, 4) for weight in row] for row in weights.tolist()],
     }
 
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    "Suppress warnings: they would quote a client's text in the server's log."
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        yield
+
 def make_batchers(translator: Translator, config: ServerConfig) -> tuple[Batcher, Batcher]:
     "Return the batchers for translations and for attention weights; the model runs one batch at a time."
     def find_attention(texts, n_best):
-        return [[attention_response(translator, text)] for text in texts]
+        with without_warnings():
+            return [[attention_response(translator, text)] for text in texts]
 
     def find_translations(texts, n_best):
-        with warnings.catch_warnings(): # they would quote a client's text in the server's log
-            warnings.simplefilter('ignore')
+        with without_warnings():
             return translator.translate_n_best(texts, n_best)
 
     thread = ThreadPoolExecutor(1)
@@ -307,8 +321,8 @@ async def handle(
         status = 500
         content = {'error': 'the translation failed'}
     milliseconds = round(1000 * (time.perf_counter() - start), 1)
-    LOG.info(json.dumps({'path': request.url.path, 'status': status, 'bytes': len(body or b''),
-                         'milliseconds': milliseconds}))
+    LOG.info(json.dumps({'time': datetime.now().astimezone().isoformat('T', 'seconds'), 'path': request.url.path,
+                         'status': status, 'bytes': len(body or b''), 'milliseconds': milliseconds}))
     return status, content
 
 SHORT_HELP = 'A trained Transformer behind the interface of LibreTranslate.'
@@ -396,6 +410,9 @@ def serve(
     except ImportError:
         raise ImportError("serving needs uvicorn: pip install 'annotated_transformer[serve]'") from None
     app = create_app(translator, config)
+    if config.log_requests and not LOG.hasHandlers():
+        LOG.addHandler(logging.StreamHandler())
+        LOG.setLevel(logging.INFO)
     with listen(config) as listener, contextlib.suppress(KeyboardInterrupt):
         host = f'[{config.host}]' if ':' in config.host else config.host
         if on_start:

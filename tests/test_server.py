@@ -3,18 +3,21 @@ import asyncio
 import json
 import logging
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from annotated_transformer import server
 from annotated_transformer.server import BadRequest, Batcher, ServerConfig, create_app, parse_body, parse_request
-from annotated_transformer.translator import Translation, Translator
+from annotated_transformer.translator import SHIPPED, Translation, Translator
 
 testclient = pytest.importorskip('fastapi.testclient', reason='the extra `serve` is not installed')
 JSON = 'application/json'
@@ -69,7 +72,8 @@ def test_every_line_of_a_text_is_translated(client, translator):
 
 
 def test_no_warning_quotes_a_clients_text(client, recwarn):
-    assert client.post('/translate', json={'q': 'The \N{SNOWMAN} sleeps.'}).status_code == 200
+    for path in ('/translate', '/attention'):
+        assert client.post(path, json={'q': 'The \N{SNOWMAN} sleeps.'}).status_code == 200
     assert not [warning for warning in recwarn if 'SNOWMAN' in str(warning.message) or 'unknown' in str(warning.message)]
 
 
@@ -267,17 +271,9 @@ def test_limits_out_of_range_are_refused(limit):
         ServerConfig(**limit)
 
 
-def test_many_clients_and_bad_requests_at_once(translator):
+def test_many_clients_and_bad_requests_at_once(translator, address):
     "A real server: every good request gets its own translation, every bad one a reason."
-    uvicorn = pytest.importorskip('uvicorn')
     import httpx
-    http_server = uvicorn.Server(uvicorn.Config(create_app(translator), port=0, log_level='error'))
-    thread = threading.Thread(target=http_server.run, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 20
-    while not http_server.started and time.monotonic() < deadline:
-        time.sleep(0.05)
-    address = f'http://127.0.0.1:{http_server.servers[0].sockets[0].getsockname()[1]}'
     nouns = ['dog', 'cat', 'man', 'woman', 'bird', 'horse']
     expected = dict(zip(nouns, translator.translate([f'The {noun} sleeps.' for noun in nouns])))
 
@@ -287,12 +283,8 @@ def test_many_clients_and_bad_requests_at_once(translator):
         answer = httpx.post(address + '/translate', content=content, headers={'content-type': JSON}, timeout=30)
         return i, noun, answer
 
-    try:
-        with ThreadPoolExecutor(16) as pool:
-            answers = list(pool.map(ask, range(150)))
-    finally:
-        http_server.should_exit = True
-        thread.join(10)
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(150)))
     for i, noun, answer in answers:
         if i % 10 == 9:
             assert answer.status_code == 400
@@ -307,9 +299,9 @@ def test_parse_request_by_hand():
 
 
 def test_serve_prints_its_address_and_ends_with_an_interrupt():
-    "The command as a user meets it: an address, answers at that address, Ctrl-C."
+    "The command as a user meets it: an address, answers at that address, a log without texts, Ctrl-C."
     httpx = pytest.importorskip('httpx')
-    command = [sys.executable, '-m', 'annotated_transformer', 'serve', '--port', '0']
+    command = [sys.executable, '-m', 'annotated_transformer', 'serve', '--port', '0', '--model', str(SHIPPED)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     try:
@@ -317,8 +309,114 @@ def test_serve_prints_its_address_and_ends_with_an_interrupt():
         address = re.search(r'http://127.0.0.1:\d+', line)[0]
         answer = httpx.post(f'{address}/translate', data={'q': 'The dog sleeps.'}, timeout=30)
         assert answer.json() == {'translatedText': 'Der Hund schläft.'}
+        cut_off(address, b'{"q": "The dog')
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
-        assert process.stderr.read() == ''
+        lines = [json.loads(line) for line in process.stderr.read().splitlines()] # JSON alone: no traceback
+        assert [line['status'] for line in lines] == [200, 499]
+        assert set(lines[0]) == {'time', 'path', 'status', 'bytes', 'milliseconds'}
     finally:
         process.kill()
+
+
+def cut_off(address, body):
+    "Begin a request, and leave."
+    host, port = address.removeprefix('http://').split(':')
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b'POST /translate HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n'
+                       b'Content-Length: 1000\r\n\r\n' + body)
+        time.sleep(0.2)
+    time.sleep(0.2)
+
+
+def test_sigterm_lets_requests_in_progress_finish():
+    httpx = pytest.importorskip('httpx')
+    program = '''
+import time
+from annotated_transformer.server import ServerConfig, serve
+from annotated_transformer.translator import Translator
+translator = Translator.load(device='cpu')
+translate = translator.translate_n_best
+translator.translate_n_best = lambda texts, n_best: time.sleep(1) or translate(texts, n_best)
+serve(translator, ServerConfig(port=0, log_requests=False), lambda address: print(address, flush=True))
+'''
+    process = subprocess.Popen([sys.executable, '-c', program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        address = process.stdout.readline().strip()
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(httpx.post, f'{address}/translate', json={'q': 'The dog sleeps.'}, timeout=30)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGTERM)
+            assert answer.result().json() == {'translatedText': 'Der Hund schläft.'}
+        assert process.wait(20) in (0, -signal.SIGTERM)
+        assert process.stderr.read() == ''
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f'{address}/health')
+    finally:
+        process.kill()
+
+
+@pytest.fixture(scope='module')
+def address(translator):
+    "The address of a running server."
+    uvicorn = pytest.importorskip('uvicorn')
+    http_server = uvicorn.Server(uvicorn.Config(create_app(translator), port=0, log_level='error'))
+    thread = threading.Thread(target=http_server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not http_server.started and time.monotonic() < deadline:
+        time.sleep(0.05)
+    yield f'http://127.0.0.1:{http_server.servers[0].sockets[0].getsockname()[1]}'
+    http_server.should_exit = True
+    thread.join(10)
+
+
+@pytest.fixture
+def page(address):
+    "The page at /, in Chromium. At the end, the console must be silent, and nothing but the server may have been asked."
+    playwright_api = pytest.importorskip('playwright.sync_api')
+    with playwright_api.sync_playwright() as playwright:
+        own = playwright.chromium.executable_path
+        installed = filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome')))
+        found = own if Path(own).exists() else next(installed, None)
+        if not found:
+            pytest.fail('no browser: `apt-get install chromium`, or `playwright install chromium`')
+        browser = playwright.chromium.launch(executable_path=found, args=['--no-sandbox', '--disable-gpu'])
+        page = browser.new_page()
+        problems = []
+        page.on('console', lambda message: problems.append(message.text))
+        page.on('pageerror', lambda error: problems.append(str(error)))
+        page.on('request', lambda request: request.url.startswith(address) or problems.append(request.url))
+        page.goto(address)
+        yield page
+        assert [problem for problem in problems if 'status of 4' not in problem] == []
+        browser.close()
+
+
+def test_page_translates_shows_alternatives_and_alignment(page, translator):
+    text = 'The small dog sleeps.'
+    page.fill('textarea', text)
+    page.press('textarea', 'Enter')
+    page.wait_for_selector('#target span')
+    best, *others = [found.text for found in translator.translate_n_best([text], 4)[0]]
+    assert page.inner_text('output') == best
+    assert page.locator('ol li').all_inner_texts() == others
+    target = page.locator('#target span')
+    assert [token.strip() for token in target.all_text_contents()] == ['Der', 'kleine', 'Hund', 'schläft', '.', '<eos>']
+    target.nth(1).hover()
+    alphas = page.eval_on_selector_all(
+        '#source span', "spans => spans.map(span => +(getComputedStyle(span).backgroundColor.match(/[\\d.]+/g)[3] ?? 1))")
+    sources = [token.strip() for token in page.locator('#source span').all_text_contents()]
+    assert sources[alphas.index(max(alphas))] == 'small'
+
+
+def test_page_shows_errors_and_recovers(page):
+    page.fill('textarea', '\n'.join(['The dog sleeps.'] * 300))
+    page.click('button')
+    page.wait_for_selector('output.error')
+    assert 'q has 300 sentences: send at most 200 at a time' in page.inner_text('output')
+    page.fill('textarea', '<b>The dog sleeps.</b>')     # shown as text, not as HTML
+    page.click('button')
+    page.wait_for_selector('output:not(.error)')
+    page.wait_for_selector('#target span')
+    assert page.locator('output b').count() == 0
