@@ -3,10 +3,12 @@
 """The paper's claims: test design choices of the paper at small scale: paired seeds, intervals, and verdicts that may
 say "not decided"."""
 
-__all__ = ['bootstrap_interval', 't_quantile', 't_interval', 'PairedDifference', 'paired_difference', 'verdict', 'Claim',
-           'decide', 'decision_table', 'dot_plot', 'seeds_needed']
+__all__ = ['Prediction', 'bootstrap_interval', 'student_tail', 't_quantile', 't_interval', 'PairedDifference',
+           'paired_difference', 'region', 'verdict', 'p_value', 'holm_levels', 'Claim', 'decide', 'decision_table',
+           'row_labels', 'forest_plot', 'dot_plot', 'seeds_needed']
 
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from .plotting import BLUE, GREY, to_array
+from .plotting import BLUE, GREY, PALE, RED, TEAL, to_array
 
 def bootstrap_interval(
     values, statistic: Callable = np.mean, samples: int = 2000, seed: int = 0, confidence: float = 0.95,
@@ -38,16 +40,25 @@ def bootstrap_interval(
     return float(low), float(high)
 
 @cache
+def student_tail(df: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the probability that a Student variable exceeds sqrt(df) * tan(angle) in absolute value.
+
+    :param df: degrees of freedom: the number of values less one
+    :return: angles from 0 to pi / 2; for each, the probability
+    """
+    # If T = sqrt(df) tan(angle), the density of the angle is proportional to cos(angle) ** (df - 1).
+    angles = np.linspace(0, math.pi / 2, 100_001)
+    mass = np.cos((angles[1:] + angles[:-1]) / 2) ** (df - 1)
+    tail = np.append(mass[::-1].cumsum()[::-1], 0)
+    return angles, tail / tail[0]
+
 def t_quantile(df: int, confidence: float = 0.95) -> float:
     """Return the t that a Student variable exceeds in absolute value with probability 1 - `confidence`.
 
     :param df: degrees of freedom: the number of values less one
     """
-    # If T = sqrt(df) tan(angle), the density of the angle is proportional to cos(angle) ** (df - 1).
-    edges = np.linspace(0, math.pi / 2, 100_001)
-    middles = (edges[1:] + edges[:-1]) / 2
-    cumulative = np.cumsum(np.cos(middles) ** (df - 1))
-    angle = np.interp(confidence, cumulative / cumulative[-1], edges[1:])
+    angles, tail = student_tail(df)
+    angle = np.interp(1 - confidence, tail[::-1], angles[::-1])
     return float(math.sqrt(df) * math.tan(angle))
 
 def t_interval(values, confidence: float = 0.95) -> tuple[float, float]:
@@ -99,53 +110,94 @@ def paired_difference(a, b, confidence: float = 0.95) -> PairedDifference:
         effect_size = math.copysign(math.inf, mean) if mean else 0.0
     return PairedDifference(mean, low, high, confidence, effect_size, tuple(differences.tolist()))
 
-def verdict(
-    difference: PairedDifference, prediction: Literal['higher', 'lower', 'equal'], margin: float = 0.0,
-) -> str:
-    """Compare the interval of a difference with the region that a prediction names.
+Prediction = Literal['higher', 'lower', 'equal'] # of the first variant, relative to the second
+
+def region(prediction: Prediction, margin: float = 0.0) -> tuple[float, float]:
+    """Return the differences that a prediction allows.
 
     Raises ValueError if equality is predicted without a margin: no finite sample shows a difference of exactly 0.
 
-    :param prediction: of the first variant, relative to the second
     :param margin: differences up to this size do not matter; chosen before the run
-    :return: 'confirmed', 'contradicted' or 'not decided'
+    :return: lowest, highest
     """
     if prediction == 'equal' and margin <= 0:
         raise ValueError(f"margin={margin} must be positive for the prediction 'equal': say how small is small enough")
-    regions = {'higher': (margin, math.inf), 'lower': (-math.inf, -margin), 'equal': (-margin, margin)}
-    start, end = regions[prediction]
+    return {'higher': (margin, math.inf), 'lower': (-math.inf, -margin), 'equal': (-margin, margin)}[prediction]
+
+def verdict(difference: PairedDifference, prediction: Prediction, margin: float = 0.0) -> str:
+    """Compare the interval of a difference with the region that a prediction names.
+
+    Raises ValueError if equality is predicted without a margin.
+
+    :param margin: differences up to this size do not matter; chosen before the run
+    :return: 'confirmed', 'contradicted' or 'not decided'
+    """
+    start, end = region(prediction, margin)
     if start < difference.low and difference.high < end:
         return 'confirmed'
     if difference.high <= start or end <= difference.low:
         return 'contradicted'
     return 'not decided'
 
+def p_value(difference: PairedDifference, prediction: Prediction, margin: float = 0.0) -> float:
+    """Return the two-sided p-value of the t test that the true difference lies on the edge of the predicted region.
+
+    It is the smallest risk at which Student's interval decides the claim, either way.
+
+    :param margin: differences up to this size do not matter; chosen before the run
+    """
+    edges = [edge for edge in region(prediction, margin) if math.isfinite(edge)]
+    distance = min(abs(difference.mean - edge) for edge in edges)
+    standard_error = np.std(difference.differences, ddof=1) / math.sqrt(len(difference.differences))
+    if not standard_error:
+        return 0.0
+    df = len(difference.differences) - 1
+    angles, tail = student_tail(df)
+    return float(np.interp(math.atan(distance / standard_error / math.sqrt(df)), angles, tail))
+
+def holm_levels(p_values: Sequence[float], alpha: float = 0.05) -> list[float]:
+    """Return the level at which each test decides (Holm, 1979): `alpha` over the number of tests that are still open.
+
+    :param alpha: risk of one or more false alarms among all tests
+    :return: for each test: reject if its p-value is at most this
+    """
+    levels = [0.0] * len(p_values)
+    n_open = len(p_values)
+    for i in sorted(range(len(p_values)), key=lambda i: p_values[i]):
+        levels[i] = alpha / n_open
+        if p_values[i] <= levels[i]: # rejected; otherwise all larger p-values are tested at this level, too
+            n_open -= 1
+    return levels
+
 @dataclass(frozen=True)
 class Claim:
     """A prediction about two variants, with the results of both. State it before the run.
 
     :param prediction: of `a`, relative to `b`
-    :param a: a result for each seed
+    :param a: a result for each seed (or each of hundreds of sentences)
     :param b: the other variant's results, for the same seeds
     :param margin: differences up to this size do not matter
     """
     name: str
-    prediction: Literal['higher', 'lower', 'equal']
+    prediction: Prediction
     a: Iterable
     b: Iterable
     margin: float = 0.0
 
 def decide(claims: Sequence[Claim], alpha: float = 0.05) -> list[dict]:
-    """Compare the variants of each claim, with intervals that are corrected for the number of claims (Bonferroni).
+    """Compare the variants of each claim, with Holm's correction for the number of claims.
+
+    The interval of a difference has the confidence that Holm's procedure asks of this claim.
 
     :param claims: all claims of an experiment: each one more makes the others harder to decide
     :param alpha: risk of one or more false alarms among them
-    :return: for each claim: claim, difference, verdict
+    :return: for each claim: claim, difference, p_value (not corrected), verdict
     """
+    p_values = [p_value(paired_difference(claim.a, claim.b), claim.prediction, claim.margin) for claim in claims]
     decisions = []
-    for claim in claims:
-        difference = paired_difference(claim.a, claim.b, confidence=1 - alpha / len(claims))
-        decisions.append({'claim': claim, 'difference': difference,
+    for claim, p, level in zip(claims, p_values, holm_levels(p_values, alpha)):
+        difference = paired_difference(claim.a, claim.b, confidence=1 - level)
+        decisions.append({'claim': claim, 'difference': difference, 'p_value': p,
                           'verdict': verdict(difference, claim.prediction, claim.margin)})
     return decisions
 
@@ -155,17 +207,56 @@ def decision_table(decisions: Sequence[dict], digits: int = 2) -> str:
     :param decisions: from `decide`
     :param digits: after the decimal point
     """
-    percent = f"{100 * decisions[0]['difference'].confidence:.3g} %"
-    lines = [f'| claim | predicted | difference, {percent} interval | effect size | seeds | verdict |',
-             '|---|---|---|---|---|---|']
+    lines = ['| claim | predicted | difference (interval) | confidence | effect size | pairs | verdict |',
+             '|---|---|---|---|---|---|---|']
     for row in decisions:
         claim = row['claim']
         d = row['difference']
         predicted = f'equal (± {claim.margin:g})' if claim.prediction == 'equal' else claim.prediction
         interval = f'{d.low:+.{digits}f} to {d.high:+.{digits}f}'
-        lines.append(f'| {claim.name} | {predicted} | {d.mean:+.{digits}f} ({interval}) '
+        lines.append(f'| {claim.name} | {predicted} | {d.mean:+.{digits}f} ({interval}) | {100 * d.confidence:.1f} % '
                      f'| {d.effect_size:+.1f} | {len(d.differences)} | **{row["verdict"]}** |')
     return '\n'.join(lines)
+
+def row_labels(ax, names: Iterable[str]) -> None:
+    "Name the rows of a plot, from top to bottom."
+    names = list(names)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.spines['left'].set_visible(False)
+    ax.tick_params(axis='y', length=0)
+    ax.grid(True, axis='x')
+
+def forest_plot(ax, decisions: Sequence[dict], title: str = '', xlabel: str = '', width: int = 24):
+    """Show each claim in a row: the predicted region (pale), a dot for each pair, the mean, its interval, the
+    verdict.
+
+    The thick line is the 95 % interval, the thin one the interval that decides. Returns the axes.
+
+    :param ax: matplotlib axes
+    :param decisions: from `decide`, of claims with the same unit
+    :param width: characters of a line of a claim's name
+    """
+    colors = {'confirmed': TEAL, 'contradicted': RED, 'not decided': GREY}
+    ends = [end for row in decisions for end in (row['difference'].low, row['difference'].high, 0.0)]
+    ends += [value for row in decisions for value in row['difference'].differences]
+    room = 0.06 * (max(ends) - min(ends))
+    left, right = min(ends) - room, max(ends) + room
+    for i, row in enumerate(decisions):
+        d = row['difference']
+        color = colors[row['verdict']]
+        start, end = region(row['claim'].prediction, row['claim'].margin)
+        ax.fill_betweenx([i - 0.42, i + 0.42], max(start, left), min(end, right), color=PALE, linewidth=0)
+        offsets = np.linspace(-0.1, 0.1, len(d.differences)) # equal values stay visible
+        ax.plot(d.differences, i - 0.2 + offsets, 'o', color=color, markersize=3, alpha=0.7, markeredgewidth=0)
+        ax.plot([d.low, d.high], [i + 0.18] * 2, color=color, linewidth=1.2)
+        ax.plot(t_interval(d.differences), [i + 0.18] * 2, color=color, linewidth=3.5, solid_capstyle='butt')
+        ax.plot([d.mean] * 2, [i + 0.04, i + 0.32], color=color, linewidth=2)
+        ax.text(1.01, i, row['verdict'], color=color, size=8.5, va='center', transform=ax.get_yaxis_transform())
+    ax.axvline(0, color=GREY, linewidth=0.8, linestyle='--')
+    row_labels(ax, [textwrap.fill(row['claim'].name.replace('`', ''), width) for row in decisions])
+    ax.set(title=title, xlabel=xlabel, xlim=(left, right))
+    return ax
 
 def dot_plot(
     ax, groups: Mapping, title: str = '', xlabel: str = '', color: str | Sequence[str] = BLUE, zero: bool = False,
@@ -196,11 +287,8 @@ def dot_plot(
         ax.plot(np.array(rows), heights, color=GREY, linewidth=0.6, alpha=0.6, zorder=0)
     if zero:
         ax.axvline(0, color=GREY, linewidth=0.8, linestyle='--')
-    ax.set_yticks(range(len(groups)), [str(name) for name in groups])
-    ax.set(title=title, xlabel=xlabel, ylim=(len(groups) - 0.5, -0.5))
-    ax.spines['left'].set_visible(False)
-    ax.tick_params(axis='y', length=0)
-    ax.grid(True, axis='x')
+    row_labels(ax, map(str, groups))
+    ax.set(title=title, xlabel=xlabel)
     return ax
 
 def seeds_needed(n_claims: int = 1, effect_size: float = 1.5, power: float = 0.8, alpha: float = 0.05) -> int:

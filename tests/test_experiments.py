@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from annotated_transformer.experiments import (
-    Claim, PairedDifference, bootstrap_interval, decide, decision_table, dot_plot, paired_difference, seeds_needed,
-    t_interval, t_quantile, verdict)
+    Claim, PairedDifference, bootstrap_interval, decide, decision_table, dot_plot, forest_plot, holm_levels, p_value,
+    paired_difference, region, seeds_needed, t_interval, t_quantile, verdict)
 
 
 def covered(interval, truth, rows):
@@ -93,12 +93,76 @@ def test_unequal_numbers_of_seeds_are_an_error():
 
 # --- verdicts
 
-def test_the_correction_limits_the_risk_of_any_false_alarm():
+PAIRS = [3.1, 2.7, 4.0, 3.3, 2.9], [2.8, 2.9, 3.1, 3.0, 2.5]
+
+@pytest.mark.parametrize('prediction, margin, expected', [
+    ('higher', 0.0, 0.12385684836470087), # scipy.stats.ttest_rel
+    ('lower', 0.0, 0.12385684836470087),
+    ('higher', 0.1, 0.24198153056802074), # scipy.stats.ttest_1samp at 0.1
+    ('lower', 1.0, 0.0015609085859860771), # at -1
+    ('equal', 1.0, 0.019554212720304602)]) # at 1, the nearer edge
+def test_p_values_are_those_of_scipy(prediction, margin, expected):
+    assert p_value(paired_difference(*PAIRS), prediction, margin) == pytest.approx(expected, rel=1e-6)
+
+
+def test_intervals_are_those_of_scipy(): # ttest_rel(a, b).confidence_interval
+    found = paired_difference(*PAIRS)
+    assert (found.low, found.high) == pytest.approx((-0.1456795354, 0.8256795354), abs=1e-8)
+    found = paired_difference(*PAIRS, 0.9875)
+    assert (found.low, found.high) == pytest.approx((-0.4147565559, 1.0947565559), abs=1e-7)
+
+
+@pytest.mark.parametrize('t, df, expected', [(2, 8, 8.05162380e-2), (10, 8, 8.48818153e-6), (30, 8, 1.65352568e-9),
+                                             (4, 1, 0.15595826)])
+def test_tails_of_student_are_those_of_scipy(t, df, expected): # 2 * scipy.stats.t.sf
+    values = np.array([1.0, -1.0] * 50)[:df + 1]
+    values = t / math.sqrt(df + 1) + (values - values.mean()) / values.std(ddof=1)
+    assert p_value(paired_difference(values, 0 * values), 'higher') == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize('prediction, margin', [('higher', 0.0), ('lower', 0.2), ('equal', 0.3)])
+def test_a_p_value_is_the_smallest_risk_that_decides(prediction, margin):
+    rng = np.random.default_rng(8)
+    for shift in (-1.0, 0.0, 0.1, 0.8):
+        a = shift + 0.2 * rng.normal(size=6)
+        p = p_value(paired_difference(a, 0 * a), prediction, margin)
+        decided = [verdict(paired_difference(a, 0 * a, 1 - risk), prediction, margin) != 'not decided'
+                   for risk in (0.98 * p, 1.02 * p)]
+        assert decided == [False, True]
+
+
+@pytest.mark.parametrize('p_values', [[0.01, 0.04, 0.03, 0.005], [0.001, 0.2, 0.0101, 0.0249, 0.02, 0.9],
+                                      [0.02, 0.04], [0.04, 0.001, 0.012, 0.024], [0.5], [0.03, 0.03]])
+def test_holm_rejects_what_its_definition_says(p_values):
+    levels = holm_levels(p_values)
+    m = len(p_values)
+    ordered = sorted(p_values)
+    n_rejected = next((k for k, p in enumerate(ordered) if p > 0.05 / (m - k)), m) # Holm (1979), step by step
+    assert sum(p <= level for p, level in zip(p_values, levels)) == n_rejected
+    assert sorted(levels)[:n_rejected] == [0.05 / (m - k) for k in range(n_rejected)]
+    assert all(level == 0.05 / (m - n_rejected) for p, level in zip(p_values, levels) if p > level)
+
+
+def test_holm_rejects_what_statsmodels_rejects(): # statsmodels.stats.multitest.multipletests(p, 0.05, 'holm')
+    def rejected(p_values):
+        return [p <= level for p, level in zip(p_values, holm_levels(p_values))]
+    assert rejected([0.01, 0.04, 0.03, 0.005]) == [True, False, False, True]
+    assert rejected([0.001, 0.2, 0.011, 0.0249, 0.02, 0.9]) == [True, False, False, False, False, False]
+
+
+def test_holm_decides_more_than_bonferroni():
+    p_values = [0.001, 0.015, 0.02, 0.04]
+    assert sum(p <= level for p, level in zip(p_values, holm_levels(p_values))) == 4
+    assert sum(p <= 0.05 / 4 for p in p_values) == 1
+
+
+@pytest.mark.parametrize('n_true', [0, 3]) # claims whose predicted effect is real, among five
+def test_the_correction_limits_the_risk_of_any_false_alarm(n_true):
     rng = np.random.default_rng(6)
     alarms = []
     for _ in range(1000):
-        claims = [Claim('', 'higher', rng.normal(size=6), np.zeros(6)) for _ in range(5)]
-        alarms.append(any(row['verdict'] != 'not decided' for row in decide(claims)))
+        claims = [Claim('', 'higher', rng.normal(size=6) + (5 if i < n_true else 0), np.zeros(6)) for i in range(5)]
+        alarms.append(any(row['verdict'] != 'not decided' for row in decide(claims)[n_true:]))
     assert 0.03 <= np.mean(alarms) <= 0.07
 
 
@@ -130,6 +194,12 @@ def test_verdicts(low, high, prediction, margin, expected):
     assert verdict(difference(low, high), prediction, margin) == expected
 
 
+def test_regions_of_predictions():
+    assert region('higher', 0.5) == (0.5, math.inf)
+    assert region('lower') == (-math.inf, 0.0)
+    assert region('equal', 2.0) == (-2.0, 2.0)
+
+
 def test_equality_needs_a_margin():
     with pytest.raises(ValueError, match='must be positive'):
         verdict(difference(-1.0, 1.0), 'equal')
@@ -147,18 +217,37 @@ def decisions():
 
 def test_claims_are_decided_together(decisions):
     assert [row['verdict'] for row in decisions] == ['confirmed', 'not decided', 'confirmed']
-    assert decisions[0]['difference'].confidence == pytest.approx(1 - 0.05 / 3)
-    found = decisions[0]['difference']
-    assert (found.low, found.high) == t_interval(found.differences, 1 - 0.05 / 3)
+    assert [row['difference'].confidence for row in decisions] == pytest.approx([1 - 0.05 / 2, 1 - 0.05, 1 - 0.05 / 3])
+    assert decisions[1]['p_value'] > 0.05 > decisions[0]['p_value'] > decisions[2]['p_value']
+    for row in decisions:
+        found = row['difference']
+        assert (found.low, found.high) == t_interval(found.differences, found.confidence)
 
 
 def test_table_of_decisions(decisions):
     header, rule, clear, noise, same = decision_table(decisions).splitlines()
-    assert 'difference, 98.3 % interval' in header
-    assert clear.startswith('| clear | higher | +2.35 (+2.08 to +2.62) |')
+    assert 'difference (interval) | confidence' in header
+    assert clear.startswith('| clear | higher | +2.35 (+2.10 to +2.60) | 97.5 % |')
     assert clear.endswith('| 8 | **confirmed** |')
     assert '| equal (± 0.5) |' in same
-    assert {line.count('|') for line in (header, rule, clear, noise, same)} == {7}
+    assert {line.count('|') for line in (header, rule, clear, noise, same)} == {8}
+
+
+def test_forest_plot_shows_pairs_intervals_region_and_verdict(decisions):
+    ax = forest_plot(plt.subplots()[1], decisions, 'title', 'BLEU')
+    dots, thin, thick, bar = ax.lines[:4]
+    found = decisions[0]['difference']
+    assert tuple(dots.get_xdata()) == found.differences
+    assert tuple(thin.get_xdata()) == (found.low, found.high)
+    assert tuple(thick.get_xdata()) == t_interval(found.differences)
+    assert list(bar.get_xdata()) == [found.mean] * 2
+    assert [text.get_text() for text in ax.texts] == ['confirmed', 'not decided', 'confirmed']
+    assert [label.get_text() for label in ax.get_yticklabels()] == ['clear', 'noise', 'same']
+    bands = [band.get_paths()[0].vertices[:, 0] for band in ax.collections]
+    left, right = ax.get_xlim()
+    spans = [(band.min(), band.max()) for band in bands]
+    assert spans == [(0, right), (left, 0), (-0.5, 0.5)]
+    plt.close(ax.figure)
 
 
 def test_dot_plot_shows_every_seed_and_the_interval():

@@ -183,8 +183,9 @@ def test_plan_has_enough_seeds_for_each_case():
     seeds = {name: [seed for seed, case in runs if case == name] for name in claims.CASES}
     assert seeds['base'] == list(range(2, 11))
     assert seeds['16 heads'] == list(range(2, 7))
-    assert seeds['pre-norm, warm-up, 0.027'] == [2, 3, 4]
-    assert runs[-1] == (6, claims.LAST[-1])
+    assert seeds['pre-norm, warm-up, 0.009'] == list(range(2, 11))
+    assert seeds['pre-norm, warm-up, 0.027'] == list(range(2, 7))
+    assert seeds['batch 250, 0.004'] == list(range(2, 7))
     assert len(runs) == len(set(runs)) == sum(map(len, seeds.values()))
 
 
