@@ -363,12 +363,12 @@ def training_record(folder: str | Path) -> dict:
     "Return how a model was trained, from its folder or its run's. Raises ValueError if damaged."
     folder = Path(folder)
     run = folder.parent.parent
-    for path in (folder / 'training.json', run / 'training.json'):
+    for path in (folder / 'training.json', folder / 'run.json', run / 'training.json', run / 'run.json'):
         if path.is_file():
             record = read_json(path)
+            if path.name == 'run.json': # of a run that has not finished
+                return {'run': record}
             return {key: record[key] for key in ('run', 'versions', 'decoding') if key in record}
-    if (run / 'run.json').is_file():
-        return {'run': read_json(run / 'run.json')}
     return {}
 
 def average_checkpoints(folders: Sequence[str | Path], out: str | Path, overwrite: bool = False) -> Path:

@@ -72,8 +72,10 @@ def load(model: Path | None, common: Common, engine: EngineOptions = EngineOptio
 
 def check_own_data(model: Path | None, corpus: CorpusConfig) -> None:
     "Raise ValueError if the data of a run has changed: pairs that are held out now may have been trained on."
-    record = read_json(model / 'run.json', {}).get('data') if model else None
-    changed = changed_files(record, data_record(corpus)) if record else []
+    changed = []
+    for folder in (model, model.parent, model.parent.parent) if model else (): # also of averages, checkpoints
+        record = read_json(folder / 'run.json', {}).get('data')
+        changed = changed or (changed_files(record, data_record(corpus)) if record else [])
     if changed:
         raise ValueError(f'the data of {model} is not what it was trained on: {"; ".join(changed)}. Pairs that are '
                          'held out now may have been trained on: restore it, or score your own file with --tsv')
@@ -83,8 +85,8 @@ def own_corpus(model: Path | None) -> CorpusConfig:
     folder = model or SHIPPED
     try:
         return CorpusConfig(**training_record(folder)['run']['corpus'])
-    except (TypeError, LookupError) as error:
-        raise ValueError(f'{folder} does not say which corpus it was trained on ({error!r}): add --tsv, or --src and '
+    except (TypeError, LookupError):
+        raise ValueError(f'{folder} does not say which corpus it was trained on: add --tsv, or --src and '
                          '--tgt, or --corpus') from None
 
 @dataclass(frozen=True)

@@ -303,7 +303,8 @@ def build_corpus(
     def read_held_out(split):
         held_out, _ = hold_out_missing()
         if not held_out[split]:
-            raise ValueError(f'{name} has too few pairs to hold some out for {split}')
+            options = ' and '.join(f'`{split}_{option}`' for option in TEXT_OPTIONS[config.corpus])
+            raise ValueError(f'{name} has too few pairs to hold some out for {split}: add pairs, or give {options}')
         return held_out[split]
 
     def read_train():

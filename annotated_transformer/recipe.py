@@ -119,6 +119,10 @@ RECIPES = {
     'multi30k-en-de': {'corpus': {'corpus': 'multi30k', 'pair': 'en-de'}, **CAPTIONS},
     'multi30k-de-en': {'corpus': {'corpus': 'multi30k', 'pair': 'de-en'}, **CAPTIONS},
     'multi30k-en-fr': {'corpus': {'corpus': 'multi30k', 'pair': 'en-fr'}, **CAPTIONS},
+    'small': {'corpus': {'corpus': 'toy-ende'}, 'preset': 'toy', # for your own files, minutes on a CPU
+              'model': CAPTIONS['model'] | {'vocab_size': 4000, 'dropout': 0.1},
+              'training': CAPTIONS['training'] | {'max_tokens': 1024, 'warmup_steps': 200, 'save_every': 200,
+                                                  'average_checkpoints': 3}},
     # sections 5.1 to 5.4 of the paper
     'wmt14-en-de': {'corpus': {'corpus': 'wmt14'}, 'preset': 'base', 'model': {'vocab_size': 37_000},
                     'training': {'max_tokens': 25_000, 'max_steps': 100_000, 'save_every': 1500}},

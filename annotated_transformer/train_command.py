@@ -152,7 +152,7 @@ class Train(Command):
 
     GROUPS = GROUPS
     REST = 'expert'
-    EXAMPLE = 'annotated-transformer train --tsv pairs.tsv --pair en-fr --out runs/mine --max-minutes 5'
+    EXAMPLE = 'annotated-transformer train --tsv pairs.tsv --pair en-fr --recipe small --max-minutes 5 --out runs/mine'
     KINDS = {
         'corpus': Literal[tuple(CORPORA)],
         'pair': str | None,

@@ -132,6 +132,7 @@ def test_help_shows_the_defaults_that_apply(capsys, tmp_path):
     assert "dimension of each token's vector (default: 512)" in helped(capsys, 'train', '--preset', 'base')
     assert '(default: runs/multi30k)' in helped(capsys, 'train', '--corpus', 'multi30k')
     assert '(default: runs/tsv)' in helped(capsys, 'train', '--tsv', 'x.tsv')
+    assert 'source and target (section 5.1) (default: 4000)' in helped(capsys, 'train', '--tsv', 'x.tsv', '--recipe', 'small')
     shutil.copytree(SHIPPED, tmp_path / 'model')
     record = json.loads((SHIPPED / 'training.json').read_text()) | {'decoding': {'beam_size': 7, 'patience': 2.0}}
     (tmp_path / 'model/training.json').write_text(json.dumps(record))
@@ -693,6 +694,64 @@ def test_skipped_lines_are_listed_by_reason_up_to_a_tenth(tmp_path, run, fails):
     assert "if this is Windows-1252 or Latin-1, so that it reads 'Café'" in message and not (tmp_path / 'b').exists()
 
 
+# point 9 of the trial of 0.1.0
+def test_the_guide_lists_the_messages_of_the_program(tmp_path, monkeypatch, fails):
+    monkeypatch.chdir(tmp_path)
+    rows = [f'{src}\t{tgt}\n' for src, tgt in PAIRS]
+    table = ''.join(rows)
+    contents = {'pairs.tsv': table, 'one.tsv': table + 'the dog DOG\n', 'bad.tsv': table + 'the dog DOG\n' * 20,
+                'few.tsv': ''.join(rows[:2]), 'a.en': 'one\n' * 9, 'a.de': 'eins\n' * 4 + '\n' + 'eins\n' * 3}
+    for name, text in contents.items():
+        Path(name).write_text(text)
+    Path('latin.tsv').write_bytes(f'{table}the café\tDAS CAFÉ\n'.encode('latin-1'))
+    Path('utf16.tsv').write_text(table, encoding='utf-16')
+    Path('book.xlsx').write_bytes(b'PK\x03\x04rest')
+    main(['train', '--tsv', 'pairs.tsv', '--out', 'run', *SMALL])
+    shutil.copytree('run', 'unfinished')
+    for name in ('config.json', 'model.safetensors', 'training.json'):
+        Path('unfinished', name).unlink()
+
+    def train(*files, options=()):
+        return fails('train', *files, '--out', 'new', *SMALL, *options)
+
+    def changed_data():
+        write_tsv(Path('pairs.tsv'), [*PAIRS, ('the dog', 'DOG')])
+        return fails('train', '--tsv', 'pairs.tsv', '--out', 'run', *SMALL)
+
+    def no_memory():
+        with monkeypatch.context() as context:
+            context.setattr(cli, 'run', lambda args: torch.zeros(10 ** 15))
+            return fails('train')
+
+    found = [
+        train('--tsv', 'one.tsv'),
+        train('--src', 'a.en', '--tgt', 'a.de'),
+        train('--tsv', 'latin.tsv'),
+        train('--tsv', 'bad.tsv', options=['--on-error', 'skip']),
+        fails('translate', '--model', 'unfinished', 'A dog.'),
+        train('--tsv', 'utf16.tsv'),
+        train('--tsv', 'book.xlsx'),
+        fails('train', '--tsv', 'pairs.tsv', '--out', 'run', *SMALL, '--d-ff', 32),
+        changed_data(),
+        no_memory(),
+        train('--tsv', 'few.tsv'),
+    ]
+    cells = json.loads((ROOT / 'nbs/34_your_own_data.ipynb').read_text(encoding='utf-8'))['cells']
+    (section,) = [text for text in (''.join(cell['source']) for cell in cells) if '## Messages, and what to do' in text]
+    listed = [message for row in re.findall(r'^\| (`.*?) \|', section, re.M) for message in re.findall('`(.*?)`', row)]
+    assert len(listed) == len(found)
+    for words, message in zip(listed, found):
+        assert re.search(re.escape(words).replace('…', '.*'), message), (words, message)
+    assert 'line 5 is the first that is blank' in found[1] and 'iconv -f' in found[2]
+    assert found[-1].endswith('add pairs, or give --val-tsv')
+
+
+def test_a_run_that_was_stopped_before_its_score_is_evaluated(trained, tmp_path, run):
+    shutil.copytree(trained, tmp_path / 'run')
+    (tmp_path / 'run/training.json').unlink() # written after the final evaluation
+    assert 'tsv val: 8 sentences' in run('evaluate', '--model', tmp_path / 'run', '--split', 'val', '--samples', 0).out
+
+
 def test_a_model_is_not_scored_on_changed_data(tmp_path, run, fails):
     table = write_tsv(tmp_path / 'pairs.tsv')
     run('train', '--tsv', table, '--out', tmp_path / 'run', *SMALL)
@@ -700,6 +759,7 @@ def test_a_model_is_not_scored_on_changed_data(tmp_path, run, fails):
     write_tsv(table, PAIRS[:40])
     message = fails('evaluate', '--model', tmp_path / 'run', '--samples', 0)
     assert 'pairs.tsv has changed (-' in message and 'may have been trained on' in message
+    assert 'pairs.tsv has changed (-' in fails('evaluate', '--model', list_checkpoints(tmp_path / 'run')[0], '--samples', 0)
     run('evaluate', '--model', tmp_path / 'run', '--tsv', table, '--samples', 0)
 
 
@@ -919,6 +979,13 @@ def test_the_ending_decides_what_attention_writes(tmp_path, run, name, signature
     run('attention', 'The cat sleeps.', '--output', path, '--translation', 'Die Katze schläft.')
     assert path.read_bytes().lstrip().lower().startswith(signature.lower())
     assert [other.name for other in tmp_path.iterdir()] == [name]
+
+
+def test_a_picture_shows_the_translation_that_is_given(tmp_path, run):
+    for name, translation in (('a', 'Die Katze schläft.'), ('b', 'Der Hund schläft.')):
+        run('attention', 'The cat sleeps.', '--output', tmp_path / f'{name}.svg', '--translation', translation)
+    texts = [re.sub(r'<dc:date>.*|id="[^"]*"|#\w+', '', (tmp_path / f'{name}.svg').read_text()) for name in 'ab']
+    assert texts[0] != texts[1]
 
 
 def test_attention_refuses_other_endings(tmp_path, fails):

@@ -398,7 +398,7 @@ def test_files_without_held_out_sets(tmp_path):
     assert {name: len(with_val[name]) for name in ('train', 'val', 'test')} == {'train': 93, 'val': 1, 'test': 7}
     few = load_corpus('files', src=write(tmp_path/'b.en', 'one\n'), tgt=write(tmp_path/'b.de', 'eins\n'))
     assert few['train'] == [('one', 'eins')]
-    with pytest.raises(ValueError, match=r'b\.en has too few pairs to hold some out for test'):
+    with pytest.raises(ValueError, match=r'b\.en has too few pairs .* for test: add pairs, or give `test_src` and `test_tgt`'):
         few['test']
 
 def test_tables_and_files_give_the_same_corpus(tmp_path):
