@@ -53,7 +53,7 @@ SAMPLE_SIZE = 200_000
 N_WORDS = 100_000       # different words in each language
 N_QUANTILES = 1 << 22
 MAX_TOKENS = 4096
-CLEANING = '--max-words 100 --max-ratio 9 --unique --held-out 64'.split()
+CLEANING = '--max-words 100 --max-ratio 9 --unique --held-out 16'.split()
 
 def make_words(rng: np.random.Generator, vowels: list[str], syllables: float) -> np.ndarray:
     "Return different made-up words, the shorter ones first; `syllables` is their mean length."
@@ -252,11 +252,11 @@ def main():
     def keep(n, part):
         rows.setdefault(n, {'pairs': n}).update(rounded(part))
         metrics['sizes'] = [rows[n] for n in sorted(rows)]
-        whole = [row for row in metrics['sizes'] if 'read_peak_mb' in row and 'train_peak_mb' in row]
         metrics['memory_ranges'] = {}
-        for name in ('train_peak_mb', 'read_peak_mb') if whole else ():
-            peaks = [row[name] for row in whole]
-            metrics['memory_ranges'][name] = round(max(peaks) - min(peaks), 1)
+        for name in ('train_peak_mb', 'read_peak_mb'):
+            peaks = [row[name] for row in rows.values() if name in row]
+            if peaks:
+                metrics['memory_ranges'][name] = round(max(peaks) - min(peaks), 1)
         print(table(metrics['sizes']), flush=True)
         record = {'name': args.out, **about(), 'seed': args.seed, 'note': args.note, 'metrics': metrics}
         if args.out != '-':
@@ -276,9 +276,11 @@ def main():
         for n in args.sizes:
             if 'prepare_minutes' not in rows.get(n, {}) or not (folder / f'prepared-{n}').is_dir():
                 keep(n, prepare(folder, n, args.num_proc))
-            for stage in STAGES:
-                if f'{stage}_peak_mb' not in rows[n]:
-                    keep(n, in_new_process(stage, folder, n, args.steps, args.seed))
+            if 'train_peak_mb' not in rows[n]:
+                keep(n, in_new_process('train', folder, n, args.steps, args.seed))
+        for n in args.sizes:
+            if 'read_peak_mb' not in rows[n]:
+                keep(n, in_new_process('read', folder, n, args.steps, args.seed))
             keep(n, {'step_over_loader': rows[n]['step_ms'] / rows[n]['loader_ms']})
 
 if __name__ == '__main__':
