@@ -50,7 +50,8 @@ def attention(
     return weights @ value, weights
 
 class MultiHeadAttention(nn.Module):
-    """Multi-head attention. Raises ValueError unless n_heads divides d_model or d_k, d_v are set.
+    """Multi-head attention. Raises ValueError if n_heads does not divide d_model,
+    unless both d_k and d_v are given.
 
     :param d_model: features of inputs and outputs
     :param n_heads: number of heads, h in the paper

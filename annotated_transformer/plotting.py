@@ -205,8 +205,8 @@ def heatmap(
     label_cells(ax, n_rows, n_columns, rows, columns, title=title, xlabel=xlabel, ylabel=ylabel)
     if numbers:
         for i, j in product(range(n_rows), range(n_columns)):
-            ax.text(j + 0.5, i + 0.5, format(values[i, j], fmt), ha='center', va='center', size=7.5,
-                    color=ink(colors[i, j]))
+            ax.text(j + 0.5, i + 0.5, format(values[i, j], fmt).replace('-', '−'), ha='center',
+                    va='center', size=7.5, color=ink(colors[i, j]))
     return ax
 
 def categories(
@@ -255,7 +255,8 @@ def bars(ax, names, heights, title: str = '', color=BLUE, ylabel: str = '', fmt:
     """
     heights = to_array(heights).astype(float)
     drawn = ax.bar(range(len(names)), heights, color=color, width=0.7)
-    ax.bar_label(drawn, [format(height, fmt) for height in heights], padding=2, size=8, color=GREY)
+    ax.bar_label(drawn, [format(height, fmt).replace('-', '−') for height in heights], padding=2, size=8,
+                 color=GREY)
     ax.set_xticks(range(len(names)), [escape(name) for name in names])
     ax.axhline(0, color=GREY, linewidth=0.8)
     ax.set(title=title, ylabel=ylabel, yticks=[])

@@ -90,6 +90,7 @@ def test_heatmap_writes_its_numbers_and_names():
     assert [t.get_text() for t in ax.get_yticklabels()] == ['a', 'b']
     assert [t.get_text() for t in ax.get_xticklabels()] == ['c', r'\$d\$']
     assert (ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) == ('title', 'key', 'query')
+    assert written(heatmap(figure(), [[0.5, -0.25]])) == ['0.50', '−0.25']
 
 
 def test_heatmap_first_row_is_on_top_and_larger_is_darker():
@@ -126,7 +127,7 @@ def test_categories_legend_and_colours():
 
 def test_bars_carry_their_values():
     ax = bars(figure(), ['a', 'b'], torch.tensor([1.5, -0.25]), fmt='.1f')
-    assert written(ax) == ['1.5', '-0.2']
+    assert written(ax) == ['1.5', '−0.2']
     assert [patch.get_height() for patch in ax.patches] == [1.5, -0.25]
 
 
