@@ -70,8 +70,6 @@ for max_tokens in (250, 1000): # the warm-up lasts for as many tokens as in the 
         CASES[f'batch {max_tokens}, {peak_lr:g}'] = BASE | {
             'peak_lr': peak_lr, 'max_tokens': max_tokens, 'sentences': 0,
             'warmup_steps': BASE['warmup_steps'] * BASE['max_tokens'] // max_tokens}
-for peak_lr in (2e-3, 8e-3):
-    CASES[f'batch 500, {peak_lr:g}'] = BASE | {'peak_lr': peak_lr, 'sentences': 0}
 NINE = ('base', 'no label smoothing', '1 head', 'learned positions', 'few pairs, dropout 0.0', 'few pairs, dropout 0.1')
 for placement, peak_lr in {'post-norm': 3e-4, 'pre-norm': 2.7e-2}.items(): # at the edge
     for start in ('warm-up', 'no warm-up'):
