@@ -96,8 +96,7 @@ def positions() -> None:
         label(ax, 7.15, height, word, 9, color, ha='left')
     label(ax, 0.76, place.top[1] + 0.13, 'ids', 9, bold=True)
     arrow(ax, (0.95, y), (1.62, y))
-    label(ax, 1.27, y + 0.13, 'src_embed', 8, code=True)
-    label(ax, 1.27, y - 0.16, '× √d_model', 8, code=True)
+    label(ax, 1.27, y + 0.13, 'embed', 9)
     label(ax, 3.41, y, '+', 13)
     label(ax, 5.34, y, '=', 13)
 

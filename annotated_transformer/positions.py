@@ -13,14 +13,14 @@ def sinusoids(n: int, d_model: int) -> Float[Tensor, "n d_model"]:
     """Return PE(pos) of section 3.5 for each position. ValueError if `d_model` is odd.
 
     :param n: number of positions: 0 to n - 1
-    :param d_model: model dimension, an even number
+    :param d_model: features of each vector, an even number
     """
     if d_model % 2:
         raise ValueError(f'd_model={d_model} is odd: choose an even size, for sine and cosine')
     position = torch.arange(n, dtype=torch.float64)[:, None] # float32 would round large angles
     two_i = torch.arange(0, d_model, 2, dtype=torch.float64) # 2i in the paper: 0, 2, 4, ...
     frequency = 10000 ** (-two_i / d_model)
-    table = torch.empty(n, d_model)
+    table = torch.empty(n, d_model) # computed in float64, stored in float32
     table[:, 0::2] = (position * frequency).sin()
     table[:, 1::2] = (position * frequency).cos()
     return table
@@ -34,7 +34,7 @@ def check_length(n: int, max_len: int) -> None:
 class SinusoidalPositions(nn.Module):
     """Add PE(pos) of section 3.5 to the vector at position pos. Neither trained nor saved.
 
-    :param d_model: dimension of each vector
+    :param d_model: features of each vector
     :param max_len: largest number of positions
     """
     def __init__(self, d_model: int, max_len: int):
@@ -49,7 +49,7 @@ class SinusoidalPositions(nn.Module):
 class LearnedPositions(nn.Module):
     """Add a learned vector for each position (Table 3, row E).
 
-    :param d_model: dimension of each vector
+    :param d_model: features of each vector
     :param max_len: largest number of positions
     """
     def __init__(self, d_model: int, max_len: int):
