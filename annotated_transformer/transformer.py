@@ -111,7 +111,7 @@ def check_config(config: TransformerConfig) -> None:
         if size is None and name in ('d_k', 'd_v'):
             continue
         if not isinstance(size, int) or size < 1:
-            raise ValueError(f'{name}={size} must be a whole number of at least 1')
+            raise ValueError(f'{name}={size} must be a positive integer')
     if c.d_model % c.n_heads and (c.d_k is None or c.d_v is None):
         raise ValueError(f'd_model={c.d_model} is not divisible by n_heads={c.n_heads}: '
                          'choose sizes that divide evenly, or set d_k and d_v')

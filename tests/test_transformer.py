@@ -209,7 +209,7 @@ def test_sentence_that_is_too_long_is_refused(positions):
 @pytest.mark.parametrize('name', ['vocab_size', 'n_layers', 'd_model', 'd_ff', 'n_heads', 'd_k', 'd_v', 'max_len'])
 @pytest.mark.parametrize('size', [0, -1])
 def test_sizes_below_one_are_refused(name, size):
-    with pytest.raises(ValueError, match=f'{name}={size} must be a whole number of at least 1'):
+    with pytest.raises(ValueError, match=f'{name}={size} must be a positive integer'):
         TransformerConfig(**{name: size})
 
 
@@ -229,8 +229,8 @@ def test_sizes_that_do_not_fit_together_are_refused(changes, message):
 @pytest.mark.parametrize('name, value, message', [
     ('norm', 'both', "norm='both' is unknown: choose 'post' or 'pre'"),
     ('positions', 'both', "positions='both' is unknown: choose one of sinusoidal, learned, none"),
-    ('d_ff', 2.5, 'd_ff=2.5 must be a whole number'),
-    ('d_model', None, 'd_model=None must be a whole number')])
+    ('d_ff', 2.5, 'd_ff=2.5 must be a positive integer'),
+    ('d_model', None, 'd_model=None must be a positive integer')])
 def test_wrong_types_are_refused_without_a_type_checker(name, value, message):
     config = replace(CONFIG)
     object.__setattr__(config, name, value)
