@@ -153,17 +153,21 @@ class PreparedPairs(Sequence):
         """
         shards = np.searchsorted(self.starts, rows, side='right') - 1
         cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(shards) != 0)) + 1 # where neighbours end
-        opened = {}
-        sides = {'src': [], 'tgt': []}
-        for run, k in zip(np.split(rows, cuts), shards[[0, *cuts]].tolist()):
-            if k not in opened:
-                opened[k] = self.open_shard(k)
-            first = int(run[0] - self.starts[k])
-            table = opened[k][first:first + len(run)]
-            for side, chunks in sides.items():
-                chunks += table[side].chunks
-        src, tgt = [np.concatenate([chunk.flatten() for chunk in chunks]) for chunks in sides.values()]
-        lengths = [np.concatenate([chunk.value_lengths() for chunk in chunks]) for chunks in sides.values()]
+        runs = np.split(rows, cuts)
+        owners = shards[[0, *cuts]]
+        ids = {'src': [None] * len(runs), 'tgt': [None] * len(runs)}
+        counts = {'src': [None] * len(runs), 'tgt': [None] * len(runs)}
+        for k in np.unique(owners).tolist(): # one shard after the other: what is mapped counts as memory
+            shard = self.open_shard(k)
+            for i in np.flatnonzero(owners == k).tolist():
+                first = int(runs[i][0] - self.starts[k])
+                table = shard[first:first + len(runs[i])]
+                for side in ids:
+                    chunks = table[side].chunks
+                    ids[side][i] = np.concatenate([chunk.flatten() for chunk in chunks])
+                    counts[side][i] = np.concatenate([chunk.value_lengths() for chunk in chunks])
+        src, tgt = map(np.concatenate, ids.values())
+        lengths = list(map(np.concatenate, counts.values()))
         pairs = RaggedPairs(src, tgt, np.stack(lengths, axis=1).astype(np.int64), self.limit)
         return pairs, pairs.lengths + 1
 

@@ -432,6 +432,25 @@ def test_no_file_stays_mapped(prepared, small_windows):
         assert str(prepared[0]) not in Path('/proc/self/maps').read_text()
 
 
+def test_one_shard_is_mapped_at_a_time(prepared, monkeypatch):
+    "Mapped pages count as memory of the process: with all shards open, it would grow with the corpus."
+    if not Path('/proc/self/maps').is_file():
+        pytest.skip('no /proc/self/maps')
+    mapped = []
+    open_shard = PreparedPairs.open_shard
+    def counted(pairs, k):
+        shard = open_shard(pairs, k)
+        lines = Path('/proc/self/maps').read_text().splitlines()
+        mapped.append(len({line.split()[-1] for line in lines if str(prepared[0]) in line}))
+        return shard
+    monkeypatch.setattr(PreparedPairs, 'open_shard', counted)
+    rows = np.random.default_rng(0).permutation(360)
+    pairs = PreparedPairs(prepared[0])
+    found, _ = pairs.read(rows)
+    assert len(mapped) == 4 and max(mapped) <= 2 # the next one is opened before the last one is closed
+    assert as_lists(found) == [as_lists(pairs)[i] for i in rows]
+
+
 def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
     "Eight times as many pairs. With the lengths of all pairs in memory, the peak would grow by 0.9 MB."
     monkeypatch.setattr(loader_module, 'WINDOW', 2048)
