@@ -14,11 +14,13 @@ import claims
 import diversify
 import recipe
 import record
+import serving
 
 from annotated_transformer.corpora import Corpus, CorpusConfig, load_corpus
 from annotated_transformer.files import checksum
 from annotated_transformer.recipe import RECIPES, RunConfig, evaluate
 from annotated_transformer.scoring import score
+from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.trainer import TrainConfig
 from annotated_transformer.transformer import TransformerConfig
 from annotated_transformer.translator import SHIPPED, Translator
@@ -215,3 +217,13 @@ def test_without_warm_up_the_learning_rate_starts_at_its_peak():
     assert max(warm) == cold[0] == claims.BASE['peak_lr']
     assert warm[0] < 0.02 * cold[0]
     assert warm[99:] == cold[99:]
+
+
+def test_serving_answers_every_good_request_and_survives_the_bad_ones():
+    "The measurement in small: nothing lost, no translation of another client, no traceback."
+    found = serving.soak(SHIPPED, [pair.src for pair in toy_ende('test', n=50)], 140)
+    assert found['good'] == found['answered'] == found['own_translation'] == 126
+    assert found['lost'] == found['tracebacks'] == 0
+    assert found['bad'] == {
+        'no JSON': {'400': 2}, 'a number for q': {'400': 2}, 'an unknown language': {'400': 2},
+        '300,000 bytes': {'413': 2}, 'no HTTP': {'400': 2}, 'cut off': {'closed': 2}, 'the client leaves': {'closed': 2}}

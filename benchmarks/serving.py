@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""Measure the server: its throughput beside the offline batch rate, its latency, and what 10,000 requests leave behind.
+
+    python benchmarks/serving.py --data-dir DIR
+
+writes results/serving.json, which the page about serving shows. DIR holds Multi30k: its sentences go through a model of
+the recipe's size with random weights, whose translations end at the length of their sources. With --model, a model of
+your own takes its place. Each part is written as soon as it is measured; --part measures one of them again.
+
+Server and clients share this machine. Other programs disturb rates and latencies, so the record has the load of the
+machine, and the ratio of processor times as well, which they hardly disturb.
+"""
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median, quantiles
+
+import psutil
+import torch
+from record import about
+
+from annotated_transformer.checkpoints import build_model
+from annotated_transformer.corpora import CorpusConfig, load_corpus
+from annotated_transformer.files import atomic_write
+from annotated_transformer.recipe import default_run
+from annotated_transformer.toy_languages import toy_ende
+from annotated_transformer.translator import SHIPPED, Translator
+from annotated_transformer.vocabulary import train_tokenizer
+
+PATH = Path(__file__).parent / 'results/serving.json'
+N_CLIENTS = 32
+OVERSIZED = b'{"q": "' + b'a' * 300_000 + b'"}'
+BAD_REQUESTS = { # kind: body, bytes that the header promises, whether the client reads the answer
+    'no JSON': (b'{"q": ', None, True),
+    'a number for q': (b'{"q": 3}', None, True),
+    'an unknown language': (b'{"q": "The dog sleeps.", "target": "fr"}', None, True),
+    '300,000 bytes': (OVERSIZED, None, True),
+    'no HTTP': (None, None, True),
+    'cut off': (b'{"q": "The dog', 1000, False),
+    'the client leaves': (b'{"q": "The dog sleeps."}', None, False),
+}
+
+
+class Server:
+    "`annotated-transformer serve` in a process of its own."
+    def __init__(self, model, log):
+        command = [sys.executable, '-m', 'annotated_transformer', 'serve', '--port', '0', '--model', str(model)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        self.port = int(re.search(r':(\d+)\.', self.process.stdout.readline())[1])
+        self.ps = psutil.Process(self.process.pid)
+
+    def seconds(self) -> float:
+        "Processor time so far."
+        times = self.ps.cpu_times()
+        return times.user + times.system
+
+    def megabytes(self) -> float:
+        return round(self.ps.memory_info().rss / 1e6, 1)
+
+
+@contextmanager
+def running(model):
+    "A server, and the path of its log."
+    with tempfile.NamedTemporaryFile('w', suffix='.log') as log:
+        server = Server(model, log)
+        try:
+            yield server, Path(log.name)
+        finally:
+            server.process.terminate()
+            server.process.wait(60)
+
+
+def http(body: bytes, length: int | None = None) -> bytes:
+    "A request to translate."
+    length = len(body) if length is None else length
+    return (b'POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+            b'Content-Length: %d\r\n\r\n' % length) + body
+
+
+async def read_answer(reader) -> tuple[int, bytes]:
+    "The status and the body of an answer. Raises IncompleteReadError if the server closes the connection first."
+    head = (await reader.readuntil(b'\r\n\r\n')).decode()
+    length = re.search(r'content-length: (\d+)', head, re.I)
+    body = await reader.readexactly(int(length[1])) if length else await reader.read()
+    return int(head.split()[1]), body
+
+
+class Client:
+    "Sends good requests over one connection, and each bad one over a connection of its own."
+    def __init__(self, port):
+        self.port = port
+        self.connection = None
+
+    async def good(self, sentence: str) -> tuple[int, str | None]:
+        "The status and the translation; status 0: the connection was lost."
+        if self.connection is None:
+            self.connection = await asyncio.open_connection('127.0.0.1', self.port)
+        reader, writer = self.connection
+        try:
+            writer.write(http(json.dumps({'q': sentence}).encode()))
+            status, body = await read_answer(reader)
+        except (OSError, asyncio.IncompleteReadError):
+            self.connection = None
+            return 0, None
+        return status, json.loads(body).get('translatedText')
+
+    async def bad(self, kind: str) -> str:
+        "What became of a bad request: the status, or 'closed'."
+        body, length, reads = BAD_REQUESTS[kind]
+        reader, writer = await asyncio.open_connection('127.0.0.1', self.port)
+        try:
+            writer.write(b'\x16\x03\x01 this is no HTTP\r\n\r\n' if body is None else http(body, length))
+            await writer.drain()
+            return str((await read_answer(reader))[0]) if reads else 'closed'
+        except (OSError, asyncio.IncompleteReadError):
+            return 'closed'
+        finally:
+            writer.close()
+
+
+async def send_all(port: int, jobs: list, on_done) -> list:
+    "Let the clients send jobs, (sentence, None) or (None, kind), each as soon as its last one is answered."
+    todo = iter(enumerate(jobs))
+    results = [None] * len(jobs)
+    n_done = itertools.count(1)
+
+    async def work():
+        client = Client(port)
+        for i, (sentence, kind) in todo:
+            start = time.perf_counter()
+            result = await (client.good(sentence) if kind is None else client.bad(kind))
+            results[i] = (time.perf_counter() - start, result)
+            on_done(next(n_done))
+
+    await asyncio.gather(*(work() for _ in range(N_CLIENTS)))
+    return results
+
+
+def offline(translator: Translator, sentences: list[str]) -> tuple[list[str], float, float]:
+    "The translations of one call, and its seconds and processor seconds for each sentence."
+    start, cpu = time.perf_counter(), time.process_time()
+    translations = translator.translate(sentences)
+    return translations, (time.perf_counter() - start) / len(sentences), (time.process_time() - cpu) / len(sentences)
+
+
+def spread(values: list[float], digits: int) -> list[float]:
+    "Minimum, median and maximum."
+    return [round(f(values), digits) for f in (min, median, max)]
+
+
+def throughput(model, sentences: list[str], rounds: int) -> dict:
+    "Compare 32 clients of single sentences with one offline call, in alternation."
+    translator = Translator.load(model, 'cpu', engine='auto')
+    before = os.getloadavg()
+    offline(translator, sentences[:64])
+    found = {'offline': [], 'served': [], 'ratio': [], 'processor_ratio': [], 'median_ms': [], 'p95_ms': []}
+    n_same = 0
+    with running(model) as (server, _):
+        asyncio.run(send_all(server.port, [(sentence, None) for sentence in sentences[:64]], lambda n: None))
+        for _ in range(rounds):
+            expected, seconds, cpu = offline(translator, sentences)
+            start, server_start = time.perf_counter(), server.seconds()
+            results = asyncio.run(send_all(server.port, [(text, None) for text in sentences], lambda n: None))
+            served = (time.perf_counter() - start) / len(sentences)
+            served_cpu = (server.seconds() - server_start) / len(sentences)
+            latencies = quantiles([1000 * latency for latency, _ in results], n=20)
+            n_same = sum(result == (200, text) for (_, result), text in zip(results, expected))
+            for name, value in zip(found, (1 / seconds, 1 / served, seconds / served, cpu / served_cpu,
+                                           latencies[9], latencies[18])):
+                found[name].append(value)
+            print({name: round(values[-1], 2) for name, values in found.items()}, flush=True)
+    return {'engine': translator.engine.name, 'sentences': len(sentences), 'rounds': rounds, 'same': n_same,
+            'mean_words': round(sum(len(text.split()) for text in sentences) / len(sentences), 1),
+            'load': [round(before[0], 1), round(os.getloadavg()[0], 1)],
+            **{name: spread(values, 3 if 'ratio' in name else 1) for name, values in found.items()}}
+
+
+def soak(model, sentences: list[str], n_requests: int) -> dict:
+    "Send many requests, a tenth of them bad, and look at answers, log and memory."
+    expected = dict(zip(sentences, Translator.load(model, 'cpu', engine='auto').translate(sentences)))
+    texts = itertools.cycle(sentences)
+    kinds = itertools.cycle(BAD_REQUESTS)
+    jobs = [(None, next(kinds)) if i % 10 == 9 else (next(texts), None) for i in range(n_requests)]
+    before = os.getloadavg()
+    with running(model) as (server, log):
+        memory = [[0, server.megabytes()]]
+
+        def watch(n):
+            if n % max(1, n_requests // 40) == 0:
+                memory.append([n, server.megabytes()])
+
+        start = time.perf_counter()
+        results = asyncio.run(send_all(server.port, jobs, watch))
+        minutes = (time.perf_counter() - start) / 60
+        time.sleep(1)
+        lines = log.read_text().splitlines()
+    good = [(sentence, result) for (sentence, kind), (_, result) in zip(jobs, results) if kind is None]
+    bad = {kind: {} for kind in BAD_REQUESTS}
+    for (_, kind), (_, result) in zip(jobs, results):
+        if kind is not None:
+            bad[kind][result] = bad[kind].get(result, 0) + 1
+    return {'requests': n_requests, 'minutes': round(minutes, 1), 'good': len(good),
+            'answered': sum(status == 200 for _, (status, _) in good),
+            'own_translation': sum(result == (200, expected[sentence]) for sentence, result in good),
+            'lost': sum(status == 0 for _, (status, _) in good), 'bad': bad, 'log_lines': len(lines),
+            'tracebacks': sum('Traceback' in line for line in lines), 'megabytes': memory,
+            'load': [round(before[0], 1), round(os.getloadavg()[0], 1)]}
+
+
+def recipe_model(data_dir: str, folder: Path) -> tuple[Path, list[str]]:
+    "Write a model of the recipe's size with random weights. Return it with the sentences of test_2016_flickr."
+    config = default_run(CorpusConfig('multi30k', data_dir=data_dir))
+    corpus = load_corpus(config.corpus)
+    tokenizer = train_tokenizer(config.tokenizer, corpus['train'], corpus.langs, config.model.vocab_size)
+    torch.manual_seed(0)
+    model = build_model(replace(config.model, vocab_size=len(tokenizer)))
+    Translator(model, tokenizer, {'decoding': {'max_extra_tokens': 0}}).save(folder)
+    return folder, [src for src, _ in corpus['test_2016_flickr']]
+
+
+def main():
+    parser = argparse.ArgumentParser(description='Measure the server.')
+    parser.add_argument('--part', choices=['shipped', 'recipe', 'soak'], action='append', help='default: all')
+    parser.add_argument('--data-dir', help='folder of Multi30k, for the part recipe')
+    parser.add_argument('--model', help="a trained model's folder, for the part recipe; default: random weights")
+    parser.add_argument('--sentences', type=int, default=1000)
+    parser.add_argument('--rounds', type=int, default=5)
+    parser.add_argument('--requests', type=int, default=10_000)
+    parser.add_argument('--out', type=Path, default=PATH)
+    args = parser.parse_args()
+    toy = list(dict.fromkeys(pair.src for split in ('test', 'val', 'test_long') for pair in toy_ende(split)))
+    record = json.loads(args.out.read_text('utf-8')) if args.out.exists() else {}
+    for part in args.part or ['shipped', 'recipe', 'soak']:
+        with tempfile.TemporaryDirectory() as folder:
+            if part == 'shipped':
+                found = throughput(SHIPPED, toy[:args.sentences], args.rounds)
+            elif part == 'soak':
+                found = soak(SHIPPED, toy, args.requests)
+            else:
+                model, sentences = recipe_model(args.data_dir, Path(folder) / 'model')
+                found = throughput(args.model or model, sentences[:args.sentences], args.rounds)
+                found['weights'] = 'trained' if args.model else 'random'
+        command = about()['command'].replace(str(args.data_dir), 'DIR')
+        record |= {**about(), 'command': command, 'clients': N_CLIENTS, 'nice': os.nice(0), part: found}
+        atomic_write(args.out, json.dumps(record, indent=1) + '\n')
+        print(part, json.dumps(found), flush=True)
+
+
+if __name__ == '__main__':
+    main()
