@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -102,15 +103,23 @@ class Client:
         self.connection = None
 
     async def good(self, sentence: str) -> tuple[int, str | None]:
-        "The status and the translation; status 0: the connection was lost."
-        if self.connection is None:
+        """The status and the translation; status 0: the connection was lost.
+
+        The server closes a connection that is idle for 5 seconds. If it does so just before it is used again, the
+        request has reached nobody, and is sent once more, as browsers and HTTP libraries do.
+        """
+        was_idle = self.connection is not None
+        if not was_idle:
             self.connection = await asyncio.open_connection('127.0.0.1', self.port)
         reader, writer = self.connection
         try:
             writer.write(http(json.dumps({'q': sentence}).encode()))
             status, body = await read_answer(reader)
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, asyncio.IncompleteReadError) as error:
             self.connection = None
+            writer.close()
+            if was_idle and not getattr(error, 'partial', b''):
+                return await self.good(sentence)
             return 0, None
         return status, json.loads(body).get('translatedText')
 
@@ -205,14 +214,11 @@ def soak(model, sentences: list[str], n_requests: int) -> dict:
         time.sleep(1)
         lines = log.read_text().splitlines()
     good = [(sentence, result) for (sentence, kind), (_, result) in zip(jobs, results) if kind is None]
-    bad = {kind: {} for kind in BAD_REQUESTS}
-    for (_, kind), (_, result) in zip(jobs, results):
-        if kind is not None:
-            bad[kind][result] = bad[kind].get(result, 0) + 1
+    bad = {kind: Counter(result for (_, k), (_, result) in zip(jobs, results) if k == kind) for kind in BAD_REQUESTS}
     return {'requests': n_requests, 'minutes': round(minutes, 1), 'good': len(good),
-            'answered': sum(status == 200 for _, (status, _) in good),
+            'statuses': dict(Counter(str(status) for _, (status, _) in good)),
             'own_translation': sum(result == (200, expected[sentence]) for sentence, result in good),
-            'lost': sum(status == 0 for _, (status, _) in good), 'bad': bad, 'log_lines': len(lines),
+            'bad': {kind: dict(counts) for kind, counts in bad.items()}, 'log_lines': len(lines),
             'tracebacks': sum('Traceback' in line for line in lines), 'megabytes': memory,
             'load': [round(before[0], 1), round(os.getloadavg()[0], 1)]}
 
