@@ -49,7 +49,7 @@ readme: $(READY)  ## execute the front page and write README.md from it
 	$(BIN)/python tools/pages.py run index
 	$(BIN)/python tools/pages.py readme
 
-# The site has an environment of its own, since its pages are not executed: no PyTorch, but Sphinx, and three packages from npm.
+# The site has an environment of its own, since its pages are not executed: no PyTorch, but Sphinx, and packages from npm.
 SITE := site/build
 
 site: $(SITE)/.installed  ## build the website from the stored pages into site/build/html (needs Node.js)

@@ -214,6 +214,8 @@ def finish():
 
 
 def main():
+    from lighten import lighten # here, since tests import this file without the packages of the site
+
     start = time.time()
 
     def report(what):
@@ -226,6 +228,8 @@ def main():
                     '-d', BUILD / 'doctrees', SOURCE, HTML], check=True)
     report('pages made')
     finish()
+    lighten(HTML)
+    report('pages made light')
     if EXPLAINER.exists():
         make_explainer()
     subprocess.run([sys.executable, '-m', 'pagefind', '--site', HTML, '--quiet', '--root-selector', 'article',
