@@ -17,7 +17,7 @@ Norm = Literal['post', 'pre']                   # placement of the norms: see `R
 Source = Float[Tensor, "batch n d_model"]       # one vector for each source position
 Target = Float[Tensor, "batch m d_model"]       # one vector for each target position
 SourceMask = Bool[Tensor, "#batch #heads #queries n"] # True where a query may attend to the source
-TargetMask = Bool[Tensor, "#m m"] | Bool[Tensor, "#batch #heads #m m"] # the same for the target
+TargetMask = Bool[Tensor, "#m m"] | Bool[Tensor, "#batch #heads #m m"] # for the target; #m: m or 1
 
 class FeedForward(nn.Module):
     """Position-wise feed-forward network (section 3.3, equation 2): max(0, x W1 + b1) W2 + b2.
@@ -31,11 +31,11 @@ class FeedForward(nn.Module):
         self.linear2 = nn.Linear(d_ff, d_model)
 
     def forward(self, x: Float[Tensor, "batch n d_model"]) -> Float[Tensor, "batch n d_model"]:
-        "Expand, apply ReLU and project back, at each position separately."
+        "Expand, apply ReLU, project back: at each of n positions (source or target) separately."
         return self.linear2(self.linear1(x).relu())
 
 class Residual(nn.Module):
-    """Residual connection, dropout, layer norm (3.1, 5.4). Raises ValueError if `norm` is unknown.
+    """Add & Norm, with dropout (3.1, 5.4). Raises ValueError if `norm` is unknown.
 
     :param d_model: features of each position
     :param dropout: probability of zeroing a feature of the sublayer's output
@@ -45,8 +45,8 @@ class Residual(nn.Module):
         super().__init__()
         if norm not in ('post', 'pre'):
             raise ValueError(f"norm={norm!r} is unknown: choose 'post' or 'pre'")
-        self.placement = norm
-        self.norm = nn.LayerNorm(d_model)
+        self.placement = norm             # 'post' or 'pre'
+        self.norm = nn.LayerNorm(d_model) # the layer itself
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Float[Tensor, "batch n d_model"],
