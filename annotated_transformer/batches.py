@@ -140,7 +140,7 @@ class BatchLoader:
         self.seed = seed
         self.shuffle = shuffle
         self.lengths = [(len(src) + 1, len(tgt) + 1) for src, tgt in pairs] # 1 for EOS or BOS
-        self.n_batches = len(token_batches(self.lengths, max_tokens)) # the same in every epoch
+        self.n_batches = len(token_batches(self.lengths, max_tokens)) # the lengths alone decide it
 
     def __len__(self) -> int:
         return self.n_batches

@@ -86,7 +86,7 @@ def table_1_layers(n: int, d: int, r: int, k: int) -> dict[str, Callable[[], Ten
             'restricted': lambda: restricted_attention(heads, heads, heads, r)}
 
 def sequential_operations(result: Tensor) -> int:
-    "Return the length of autograd's longest chain of operations up to `result`; an input counts."
+    "Return the length of autograd's longest chain of operations up to `result`, input included."
     length = 0
     needed = {result.grad_fn}
     while needed:
