@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from unittest.mock import patch
 
 import tyro
 
@@ -255,8 +256,9 @@ def parse_options(
     if wants_help:
         markers.append(tyro.conf.FlagCreatePairsOff) # --no-x is understood, and not listed
     errors = io.StringIO()
+    width = {} if wants_help else {'COLUMNS': str(1000 + sum(map(len, args)))} # messages of one line: no path is broken
     try:
-        with contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stderr(errors), patch.dict(os.environ, width):
             parsed = tyro.cli(parser_class(options, groups, rest), args=list(args), prog=prog,
                               description=description, config=markers)
     except SystemExit as stop:

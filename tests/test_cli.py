@@ -1066,3 +1066,9 @@ def test_serve_refuses_limits_and_ports_in_one_line(fails):
 def test_serve_without_its_extra_says_what_to_install(monkeypatch, fails):
     monkeypatch.setitem(sys.modules, 'uvicorn', None)
     assert "serving needs uvicorn: pip install 'annotated_transformer[serve]'" in fails('serve', '--port', 0)
+
+
+@pytest.mark.parametrize('length', range(40, 120, 4))
+def test_a_long_path_is_not_broken_in_a_message(fails, length):
+    path = 'x' * length + '.tsv'
+    assert f'did you mean --tsv {path}?' in fails('evaluate', path)
