@@ -1,7 +1,9 @@
 "Every test runs with the package's shapes and types checked: a wrong axis fails by its name."
+import shutil
 import signal
 from pathlib import Path
 
+import pytest
 from jaxtyping import install_import_hook
 
 # Before anything imports the package. The toy grammar has no shapes, and makes a million small calls.
@@ -13,3 +15,21 @@ install_import_hook(MODULES, 'beartype.beartype')
 
 # What a shell starts in the background ignores Ctrl-C, and so would the processes that tests press it in.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
+
+CHROMIUM_FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking',
+                  '--disable-component-update', '--disable-sync']
+
+
+@pytest.fixture(scope='module')
+def chromium():
+    "A browser: Playwright's own, or one that is installed."
+    playwright_api = pytest.importorskip('playwright.sync_api')
+    with playwright_api.sync_playwright() as playwright:
+        own = playwright.chromium.executable_path
+        installed = filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome')))
+        found = own if Path(own).exists() else next(installed, None)
+        if not found:
+            pytest.fail('no browser: `apt-get install chromium`, or `playwright install chromium`')
+        browser = playwright.chromium.launch(executable_path=found, args=CHROMIUM_FLAGS)
+        yield browser
+        browser.close()

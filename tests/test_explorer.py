@@ -2,7 +2,6 @@
 import builtins
 import json
 import os
-import shutil
 from html import escape
 from pathlib import Path
 
@@ -17,9 +16,6 @@ pytest.importorskip('altair')
 pytest.importorskip('vl_convert')
 
 PICTURES = Path(__file__).parents[1] / 'runs' / 'explorer' # screenshots to look at
-FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking',
-         '--disable-component-update', '--disable-sync']
-HOW = 'no browser: `apt-get install chromium`, or `playwright install chromium`'
 MARKS = '''async shape => {
   const view = await ready, found = []
   const visit = item => { for (const part of item.items || [])
@@ -144,20 +140,6 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch, missing):
 
 
 # --- in a browser
-
-@pytest.fixture(scope='module')
-def chromium():
-    playwright_api = pytest.importorskip('playwright.sync_api')
-    with playwright_api.sync_playwright() as playwright:
-        own = playwright.chromium.executable_path
-        installed = filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome')))
-        found = own if Path(own).exists() else next(installed, None)
-        if not found:
-            (pytest.fail if os.environ.get('CI') else pytest.skip)(HOW)
-        browser = playwright.chromium.launch(executable_path=found, args=FLAGS)
-        yield browser
-        browser.close()
-
 
 @pytest.fixture
 def visit(chromium, tmp_path):

@@ -3,7 +3,6 @@ import ast
 import itertools
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +20,6 @@ from annotated_transformer.vocabulary import BOS, EOS
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / 'runs' / 'explainer' # screenshots to look at
-FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking',
-         '--disable-component-update', '--disable-sync']
-HOW = 'no browser: `apt-get install chromium`, or `playwright install chromium`'
 MAX_BYTES = 4_500_000
 DOG = 'The dog sleeps in the house because it is tired.'
 NASTY = ['', ' ', '\t', '  The  dog ', 'The dog.', 'the dog', 'THE DOG', 'dog,cat', "dog's", '...', '!?', '"The dog"', '(dog)',
@@ -39,20 +35,6 @@ def page_file(tmp_path_factory):
     out = tmp_path_factory.mktemp('explainer') / 'explainer.html'
     subprocess.run([sys.executable, ROOT / 'site/explainer/build.py', out], check=True)
     return out
-
-
-@pytest.fixture(scope='module')
-def chromium():
-    playwright_api = pytest.importorskip('playwright.sync_api')
-    with playwright_api.sync_playwright() as playwright:
-        own = playwright.chromium.executable_path
-        installed = filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome')))
-        found = own if Path(own).exists() else next(installed, None)
-        if not found:
-            pytest.fail(HOW)
-        browser = playwright.chromium.launch(executable_path=found, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ import asyncio
 import json
 import logging
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -372,25 +370,17 @@ def address(translator):
 
 
 @pytest.fixture
-def page(address):
+def page(chromium, address):
     "The page at /, in Chromium. At the end, the console must be silent, and nothing but the server may have been asked."
-    playwright_api = pytest.importorskip('playwright.sync_api')
-    with playwright_api.sync_playwright() as playwright:
-        own = playwright.chromium.executable_path
-        installed = filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome')))
-        found = own if Path(own).exists() else next(installed, None)
-        if not found:
-            pytest.fail('no browser: `apt-get install chromium`, or `playwright install chromium`')
-        browser = playwright.chromium.launch(executable_path=found, args=['--no-sandbox', '--disable-gpu'])
-        page = browser.new_page()
-        problems = []
-        page.on('console', lambda message: problems.append(message.text))
-        page.on('pageerror', lambda error: problems.append(str(error)))
-        page.on('request', lambda request: request.url.startswith(address) or problems.append(request.url))
-        page.goto(address)
-        yield page
-        assert [problem for problem in problems if 'status of 4' not in problem] == []
-        browser.close()
+    page = chromium.new_page()
+    problems = []
+    page.on('console', lambda message: problems.append(message.text))
+    page.on('pageerror', lambda error: problems.append(str(error)))
+    page.on('request', lambda request: request.url.startswith(address) or problems.append(request.url))
+    page.goto(address)
+    yield page
+    page.close()
+    assert [problem for problem in problems if 'status of 4' not in problem] == []
 
 
 def test_page_translates_shows_alternatives_and_alignment(page, translator):

@@ -5,9 +5,7 @@ import functools
 import gzip
 import http.server
 import json
-import os
 import re
-import shutil
 import sys
 import threading
 from html.parser import HTMLParser
@@ -21,9 +19,6 @@ ROOT = Path(__file__).parents[1]
 SITE = ROOT / 'site' / 'build' / 'html'
 AXE = ROOT / 'site' / 'build' / 'node_modules' / 'axe-core' / 'axe.min.js'
 PICTURES = ROOT / 'runs' / 'site'           # screenshots to look at
-FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking',
-         '--disable-component-update', '--disable-sync']
-HOW = 'no browser: `apt-get install chromium`, or `playwright install chromium`'
 MAX_PAGE_BYTES = 1_500_000                  # compressed, from an empty cache
 SHOWN = ['index', '01_attention', '07_training', '10_english_to_german', 'results']
 PHONE = {'viewport': {'width': 390, 'height': 844}, 'color_scheme': 'dark'}
@@ -229,20 +224,6 @@ def test_it_works_on_pages_beside_each_other():
 
 
 # --- the built site, in a browser
-
-@pytest.fixture(scope='module')
-def chromium():
-    playwright_api = pytest.importorskip('playwright.sync_api')
-    with playwright_api.sync_playwright() as playwright:
-        own = playwright.chromium.executable_path
-        installed = filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome')))
-        found = own if Path(own).exists() else next(installed, None)
-        if not found:
-            (pytest.fail if os.environ.get('CI') else pytest.skip)(HOW)
-        browser = playwright.chromium.launch(executable_path=found, args=FLAGS)
-        yield browser
-        browser.close()
-
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *args):
