@@ -237,14 +237,15 @@ def suitable_threads(model: nn.Module, n_rows: int) -> Iterator[None]:
         torch.set_num_threads(n_threads)
 
 def r_drop_loss_and_gradient(
-    logits: Float[Tensor, "two_n vocab_size"], targets: Int[Tensor, "n"], label_smoothing: float, weight: float,
+    logits1: Float[Tensor, "n vocab_size"], logits2: Float[Tensor, "n vocab_size"], targets: Int[Tensor, "n"],
+    label_smoothing: float, weight: float,
 ) -> Float[Tensor, ""]:
     """Return the loss of `r_drop_loss`; replace the logits by its gradient.
 
-    :param logits: rows alternate between the two passes
+    :param logits1: of the first pass
+    :param logits2: of the second
     :return: nats, summed over the n tokens and both passes
     """
-    logits1, logits2 = logits.view(len(targets), 2, -1).unbind(1)
     index = targets[:, None]
     log_p = logits1.log_softmax(1)
     log_q = logits2.log_softmax(1)
@@ -258,7 +259,7 @@ def r_drop_loss_and_gradient(
         loss = loss + weight / 2 * divergence
         gradient = probs * (1 + weight / 2 * (log_ratio - divergence))
         gradient.add_(weight / 2 * (probs - other.exp()))
-        gradient.sub_(label_smoothing / logits.size(1))
+        gradient.sub_(label_smoothing / logits1.size(1))
         gradient.scatter_add_(1, index, torch.full_like(divergence, label_smoothing - 1))
         own_logits.copy_(gradient)
     return loss.sum()
@@ -267,6 +268,7 @@ def r_drop_loss(
     hidden1: Float[Tensor, "n d_model"], hidden2: Float[Tensor, "n d_model"],
     weight: Float[Tensor, "vocab_size d_model"], targets: Int[Tensor, "n"], label_smoothing: float = 0.0,
     r_drop: float = 5.0, bias: Float[Tensor, "vocab_size"] | None = None, chunk_size: int | None = None,
+    loss_and_gradient: Callable = r_drop_loss_and_gradient,
 ) -> Float[Tensor, ""]:
     """R-Drop (Liang et al., 2021): both cross-entropies, and `r_drop` / 2 times both divergences.
 
@@ -278,11 +280,15 @@ def r_drop_loss(
     :param r_drop: weight of the two KL divergences
     :param bias: of `lm_head`
     :param chunk_size: tokens in a chunk (default: 128 on a CPU, 1,024 elsewhere)
+    :param loss_and_gradient: or the same function, compiled
     :return: nats, summed over the n tokens and both passes
     """
+    def both_passes(logits, targets):
+        logits1, logits2 = logits.view(len(targets), 2, -1).unbind(1)
+        return loss_and_gradient(logits1, logits2, targets, label_smoothing, r_drop)
+
     hidden = torch.stack([hidden1, hidden2], dim=1).flatten(0, 1)
-    loss = partial(r_drop_loss_and_gradient, label_smoothing=label_smoothing, weight=r_drop)
-    return chunked_loss(loss, hidden, weight, bias, targets, chunk_size, rows_per_token=2)
+    return chunked_loss(both_passes, hidden, weight, bias, targets, chunk_size, rows_per_token=2)
 
 class LossModule(nn.Module):
     """A model and its training loss as one module, so that it can be wrapped for many processes.
@@ -296,7 +302,11 @@ class LossModule(nn.Module):
         self.label_smoothing = config.label_smoothing
         self.bfloat16 = config.precision == 'bfloat16'
         self.r_drop = 0.0    # the trainer sets it
-        self.hidden_states = torch.compile(model.hidden_states) if config.compile else model.hidden_states
+        self.hidden_states = model.hidden_states
+        self.r_drop_loss_and_gradient = r_drop_loss_and_gradient
+        if config.compile:
+            self.hidden_states = torch.compile(model.hidden_states)
+            self.r_drop_loss_and_gradient = torch.compile(r_drop_loss_and_gradient, dynamic=True)
 
     def forward(self, batch: Batch) -> Float[Tensor, ""]:
         """Return the smoothed loss; with R-Drop, the mean of two passes and the distance between them.
@@ -315,5 +325,6 @@ class LossModule(nn.Module):
         tgt = torch.cat([batch.tgt_in, batch.tgt_in])
         first, second = self.hidden_states(src, tgt).chunk(2)
         loss = r_drop_loss(first[is_token], second[is_token], self.model.lm_head.weight, batch.tgt_out[is_token],
-                           self.label_smoothing, self.r_drop, self.model.lm_head.bias)
+                           self.label_smoothing, self.r_drop, self.model.lm_head.bias,
+                           loss_and_gradient=self.r_drop_loss_and_gradient)
         return loss / 2 # comparable with one pass

@@ -2,7 +2,8 @@
 """Measure how fast translations are found, beside transformers' generate and CTranslate2, with the same weights.
 
     python benchmarks/decode_speed.py                     # the toy model that comes with the package
-    python benchmarks/decode_speed.py --size base         # random weights: toy, tiny, small or base
+    python benchmarks/decode_speed.py --size base         # random weights: toy, tiny, small, base or big
+    python benchmarks/decode_speed.py --size base --device cuda   # on a GPU: PyTorch and transformers
     python benchmarks/decode_speed.py --model runs/m30k --corpus multi30k --split test_2016_flickr
     python benchmarks/decode_speed.py --sentences 40 --rounds 1 --out quick.json        # try it
 
@@ -47,6 +48,7 @@ CTRANSLATE2 = 'CTranslate2 float32'
 CTRANSLATE2_INT8 = 'CTranslate2 int8'
 ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_EXACT, TRANSFORMERS, CTRANSLATE2, CTRANSLATE2_INT8)
 EXACT = (OURS_EXACT, OURS_CTRANSLATE2_EXACT) # differ from the row above with a beam only
+ON_GPU = (OURS, OURS_EXACT, TRANSFORMERS) # measured with --device cuda
 TEXT_ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_EXACT) # also translate from text to text
 SEARCH = {'length_penalty': 1.0, 'length_penalty_offset': 0.0}
 SIZES = { # of the models with random weights
@@ -54,18 +56,19 @@ SIZES = { # of the models with random weights
     'tiny': {'vocab_size': 10_000, 'n_layers': 4, 'd_model': 128, 'd_ff': 256, 'n_heads': 4},
     'small': {'vocab_size': 16_000, 'n_layers': 6, 'd_model': 256, 'd_ff': 1024, 'n_heads': 4},
     'base': {'vocab_size': 32_000, 'n_layers': 6, 'd_model': 512, 'd_ff': 2048, 'n_heads': 8},
+    'big': {'vocab_size': 32_000, 'n_layers': 6, 'd_model': 1024, 'd_ff': 4096, 'n_heads': 16},
 }
 REST = 0.3 # seconds between measurements, so that the last engine's threads have stopped waiting for work
 
 
 # --- the engines: each returns a function from (rows, beam size) to outputs; rows are ids with EOS, or texts
 
-def our_engine(prepared, threads, engine, patience):
+def our_engine(prepared, threads, engine, patience, device):
     import torch
     from annotated_transformer.inference import DecodingConfig
     from annotated_transformer.translator import Translator
     torch.set_num_threads(threads)
-    translator = Translator.load(prepared['model'], device='cpu', engine=engine)
+    translator = Translator.load(prepared['model'], device=device, engine=engine)
     search = {**SEARCH, 'max_extra_tokens': prepared['max_extra_tokens']}
 
     def from_ids(rows, beam):
@@ -78,20 +81,20 @@ def our_engine(prepared, threads, engine, patience):
 
     return from_ids, from_text
 
-def transformers_engine(prepared, threads):
+def transformers_engine(prepared, threads, device):
     import torch
     import transformers
     from annotated_transformer.batches import pad_rows
     from annotated_transformer.vocabulary import BOS, EOS, PAD
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(threads)
-    model = transformers.MarianMTModel.from_pretrained(prepared['marian']).eval()
+    model = transformers.MarianMTModel.from_pretrained(prepared['marian']).to(device).eval()
     plain = {'do_sample': False, 'length_penalty': 1.0, 'bad_words_ids': None, 'renormalize_logits': False,
              'forced_eos_token_id': None, 'max_length': None}
 
     @torch.inference_mode()
     def from_ids(rows, beam):
-        src = pad_rows(rows)
+        src = pad_rows(rows).to(device)
         longest = src.size(1) + prepared['max_extra_tokens']
         found = model.generate(src, attention_mask=(src != PAD).long(), max_new_tokens=longest,
                                num_beams=beam, early_stopping=beam > 1, **plain)
@@ -120,13 +123,14 @@ def ctranslate2_engine(prepared, threads, compute_type):
 def token_ids(tokenizer):
     return {name: i for i, name in enumerate(tokenizer.tokens(range(len(tokenizer))))}
 
-def make_engine(name, prepared, threads):
+def make_engine(name, prepared, threads, device):
+    patience = None if name in EXACT else 1.0
     if name in (OURS, OURS_EXACT):
-        return our_engine(prepared, threads, 'pytorch', patience=1.0 if name == OURS else None)
+        return our_engine(prepared, threads, 'pytorch', patience, device)
     if name in (OURS_CTRANSLATE2, OURS_CTRANSLATE2_EXACT):
-        return our_engine(prepared, threads, 'ctranslate2', patience=1.0 if name == OURS_CTRANSLATE2 else None)
+        return our_engine(prepared, threads, 'ctranslate2', patience, device)
     if name == TRANSFORMERS:
-        return transformers_engine(prepared, threads)
+        return transformers_engine(prepared, threads, device)
     return ctranslate2_engine(prepared, threads, 'int8' if name == CTRANSLATE2_INT8 else 'float32')
 
 
@@ -151,7 +155,7 @@ def run_cell(translate, rows, beam, size):
 
 def work(args):
     prepared = json.loads(args.prepared.read_text())
-    from_ids, from_text = make_engine(args.worker, prepared, args.thread_counts[0])
+    from_ids, from_text = make_engine(args.worker, prepared, args.thread_counts[0], args.device)
     print(json.dumps({'ready': True}), flush=True)
     for line in sys.stdin:
         cell = json.loads(line)
@@ -166,14 +170,13 @@ def work(args):
 
 class Worker:
     "A process with one engine."
-    def __init__(self, name, threads, prepared):
+    def __init__(self, name, threads, prepared, device):
         environment = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads),
                            TOKENIZERS_PARALLELISM='false')
         command = [sys.executable, __file__, '--worker', name, '--thread-counts', str(threads),
-                   '--prepared', str(prepared)]
+                   '--prepared', str(prepared), '--device', device]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=subprocess.DEVNULL, text=True, env=environment)
-        self.read()
 
     def read(self):
         line = self.process.stdout.readline()
@@ -229,8 +232,9 @@ def prepare(args, folder):
     tokenizer = Translator.load(model, device='cpu').tokenizer
     rows = [[*row, EOS] for row in tokenizer.encode_batch(texts, tokenizer.langs[0])]
     prepared = {'model': str(model), 'rows': rows, 'texts': texts, 'max_extra_tokens': 0 if args.size else 50,
-                'marian': str(export_marian(model, folder / 'marian')),
-                'ctranslate2': str(export_ctranslate2(model, folder / 'ctranslate2'))}
+                'marian': str(export_marian(model, folder / 'marian'))}
+    if args.device == 'cpu':
+        prepared['ctranslate2'] = str(export_ctranslate2(model, folder / 'ctranslate2'))
     path = folder / 'prepared.json'
     path.write_text(json.dumps(prepared))
     return path, prepared
@@ -264,11 +268,13 @@ def summary(results, cell):
 def measure_cell(args, path, cell):
     "Return one row for each engine and unit."
     pairs = contestants(cell, args.engines)
-    workers = {(name, threads): Worker(name, threads, path)
+    workers = {(name, threads): Worker(name, threads, path, args.device)
                for name in dict(pairs) for threads in args.thread_counts}
     sweep = {pair: {} for pair in pairs}
     results = {pair: [] for pair in pairs}
     try:
+        for worker in workers.values():
+            worker.read() # it is ready
         for name, unit in pairs:
             for threads in args.thread_counts:
                 worker = workers[name, threads]
@@ -324,13 +330,18 @@ def arguments():
     parser.add_argument('--batches', type=int, nargs='+', default=[1, 8, 64])
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--thread-counts', type=int, nargs='+', default=list(range(1, (os.cpu_count() or 1) + 1)))
+    parser.add_argument('--device', default='cpu', choices=['cpu', 'cuda'])
     parser.add_argument('--engines', nargs='+', default=list(ENGINES), choices=ENGINES)
     parser.add_argument('--cells', type=int, help='stop after so many cells (default: measure all that are missing)')
     parser.add_argument('--name', help='of the record (decode-speed, or decode-speed-SIZE)')
     parser.add_argument('--out', type=Path, help='the record (default: benchmarks/results/NAME.json)')
     parser.add_argument('--worker', choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument('--prepared', type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.device == 'cuda' and not args.worker:
+        args.engines = [name for name in args.engines if name in ON_GPU]
+        args.thread_counts = [1]
+    return args
 
 def cpu_flags():
     info = Path('/proc/cpuinfo')
@@ -347,7 +358,6 @@ def main():
     args = arguments()
     if args.worker:
         return work(args)
-    import ctranslate2
     import transformers
     from annotated_transformer.checkpoints import load_model
     from annotated_transformer.files import checksum, read_json
@@ -357,13 +367,16 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         path, prepared = prepare(args, Path(folder))
         settings = {name: getattr(args, name) for name in ('size', 'corpus', 'split', 'sentences', 'beams', 'batches',
-                                                           'rounds', 'thread_counts', 'engines')}
+                                                           'rounds', 'thread_counts', 'engines', 'device')}
         settings |= {'search': {**SEARCH, 'max_extra_tokens': prepared['max_extra_tokens']},
                      'model': asdict(load_model(prepared['model']).config)}
         record = {'name': name, **about(), 'metrics': [], 'settings': settings,
                   'weights_sha256': checksum(Path(prepared['model']) / 'model.safetensors')['sha256'],
                   'cpu_model': cpu_model(), 'cpu_flags': cpu_flags()}
-        record['versions'] |= {'transformers': transformers.__version__, 'ctranslate2': ctranslate2.__version__}
+        record['versions'] |= {'transformers': transformers.__version__}
+        if args.device == 'cpu':
+            import ctranslate2
+            record['versions'] |= {'ctranslate2': ctranslate2.__version__}
         old = read_json(out, {})
         same = ('settings', 'weights_sha256', 'cpu_model', 'cpu_flags', 'versions')
         if all(json.loads(json.dumps(record[key])) == old.get(key) for key in same):

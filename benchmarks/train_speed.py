@@ -224,7 +224,6 @@ class Worker:
         environment = dict(os.environ, OMP_NUM_THREADS=str(args.threads), MKL_NUM_THREADS=str(args.threads))
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         text=True, env=environment)
-        self.about = self.read()
 
     def read(self):
         line = self.process.stdout.readline()
@@ -264,6 +263,7 @@ def measure(label, args):
     rounds = {name: [] for name in workers}
     names = list(workers)
     try:
+        about = {name: worker.read() for name, worker in workers.items()} # all are ready now
         for i in range(args.rounds):
             start = i % len(names)
             for name in names[start:] + names[:start]:
@@ -271,7 +271,6 @@ def measure(label, args):
     finally:
         for worker in workers.values():
             worker.stop()
-    about = {name: worker.about for name, worker in workers.items()}
     n_tokens = about[OURS]['target_tokens']
     parameters = [found['parameters'] for found in about.values()]
     assert max(parameters) < 1.01 * min(parameters), about
