@@ -294,7 +294,7 @@ class LossModule(nn.Module):
     """A model and its training loss as one module, so that it can be wrapped for many processes.
 
     :param model: has `hidden_states` and `lm_head`, as Transformer does
-    :param config: `trainer.TrainConfig`: label_smoothing, precision, compile
+    :param config: `trainer.TrainConfig`: label_smoothing, precision, compile, compile_loss
     """
     def __init__(self, model: nn.Module, config):
         super().__init__()
@@ -306,6 +306,7 @@ class LossModule(nn.Module):
         self.r_drop_loss_and_gradient = r_drop_loss_and_gradient
         if config.compile:
             self.hidden_states = torch.compile(model.hidden_states)
+        if config.compile_loss:
             self.r_drop_loss_and_gradient = torch.compile(r_drop_loss_and_gradient, dynamic=True)
 
     def forward(self, batch: Batch) -> Float[Tensor, ""]:

@@ -59,6 +59,7 @@ class TrainConfig:
     :param average_best: average the best checkpoints instead of the last ones
     :param precision: of matrix products; weights stay float32
     :param compile: use torch.compile
+    :param compile_loss: compile R-Drop's loss alone, which starts faster; worth it on a GPU
     :param pin: on a GPU, copy batches from pinned memory
     :param tensorboard: also write TensorBoard events
     :param init: 'scaled': initial residual branches shrink with depth
@@ -85,6 +86,7 @@ class TrainConfig:
     average_best: bool = False
     precision: Literal['float32', 'bfloat16'] = 'float32'
     compile: bool = False
+    compile_loss: bool = False
     pin: bool = True
     tensorboard: bool = False
     init: Literal['glorot', 'scaled'] = 'glorot'

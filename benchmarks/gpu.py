@@ -2,11 +2,10 @@
 """Train many models at the same time on one GPU, and score them. The models are small, so one alone leaves a GPU idle.
 
     python benchmarks/gpu.py rates --data-dir DIR --jobs 1 8 15     # steps per second of 1, 8 and 15 runs together
-    python benchmarks/gpu.py settings --data-dir DIR --minutes 8    # one change at a time, three seeds each
-    python benchmarks/gpu.py final --data-dir DIR --minutes 8       # the models of page 46
+    python benchmarks/gpu.py train --data-dir DIR --minutes 8       # the models of page 46
 
-A part starts its runs together, each in a process of its own, and writes the records of those that end within --minutes.
-DIR holds the folders multi30k and multi30k-tok. Settings are compared on `val` alone: `settings` scores no test split.
+All runs start together, each in a process of its own. Those that end within --minutes have a record.
+DIR holds the folders multi30k and multi30k-tok. Settings are chosen on `val` alone. Matrix products use TF32.
 With CUDA's multi-process service (nvidia-cuda-mps-control), the kernels of several processes run at the same time;
 without it, the processes take turns.
 """
@@ -23,6 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SEEDS = 1, 2, 3
+DECODING_TOKENS = 30_000 # that are decoded at once
 WARM_UP = 30 # steps before a measurement
 TOKENIZED = ('--recipe multi30k-en-de --corpus files --pair en-de '
              '--src {data}/multi30k-tok/train.lc.norm.tok.en.gz --tgt {data}/multi30k-tok/train.lc.norm.tok.de.gz '
@@ -30,13 +30,14 @@ TOKENIZED = ('--recipe multi30k-en-de --corpus files --pair en-de '
              '--test-src {data}/multi30k-tok/test_2016_flickr.lc.norm.tok.en.gz '
              '--test-tgt {data}/multi30k-tok/test_2016_flickr.lc.norm.tok.de.gz')
 RAW = '--recipe multi30k-{pair} --data-dir {data}/multi30k'
-SETTINGS = {
-    'tok-recipe': '',
-    'tok-rdrop1': '--r-drop 1',
-    'tok-rdrop5': '--r-drop 5',
-    'tok-rdrop5-dropout02': '--r-drop 5 --dropout 0.2',
-    'tok-rdrop5-sinusoidal': '--r-drop 5 --positions sinusoidal',
+BATCHES = '--max-tokens 4096 --max-epochs 45 --save-every 300 --average-checkpoints 5 --val-sentences 200'
+R_DROP = '--r-drop 5 --compile-loss'
+SETTINGS = { # of the published size: a Transformer of width 128
+    'tok-recipe': '--peak-lr 5e-3',
+    'tok-r-drop': f'--peak-lr 5e-3 {R_DROP}',
+    'tok-r-drop-less-dropout': f'--peak-lr 5e-3 {R_DROP} --dropout 0.2',
 }
+WIDE = '--d-model 256 --d-ff 512 --peak-lr 2.5e-3' # 7.8 million parameters
 PENALTIES = '0.6', '1.0', '1.4', '1.8'
 
 @dataclass(frozen=True)
@@ -46,18 +47,16 @@ class Run:
     options: str
     splits: tuple[str, ...] = ()
 
-def runs_of(part: str, options: str) -> list[Run]:
-    "The runs of a part."
-    if part == 'settings':
-        return [Run(f'{name}-seed{seed}', f'{TOKENIZED} {change} --seed {seed}')
-                for seed in SEEDS for name, change in SETTINGS.items()]
+def all_runs() -> list[Run]:
+    "Three seeds of every setting."
     flickr = 'test_2016_flickr'
     both = (flickr, 'test_2017_mscoco')
     found = []
     for seed in SEEDS:
-        found.append(Run(f'gpu-tok-en-de-seed{seed}', f'{TOKENIZED} {options} --seed {seed}', ('test',)))
-        for pair, splits in (('en-de', both), ('de-en', both), ('en-fr', (flickr,))):
-            found.append(Run(f'gpu-{pair}-seed{seed}', f'{RAW} {options} --seed {seed}'.replace('{pair}', pair), splits))
+        for name, options in SETTINGS.items():
+            found.append(Run(f'gpu-{name}-seed{seed}', f'{TOKENIZED} {BATCHES} {options} --seed {seed}', ('test',)))
+        options = RAW.replace('{pair}', 'en-de')
+        found.append(Run(f'gpu-en-de-wide-seed{seed}', f'{options} {BATCHES} {R_DROP} {WIDE} --seed {seed}', both))
     return found
 
 def start_sharing() -> bool:
@@ -79,13 +78,15 @@ def start(run: Run, args: argparse.Namespace, more: str = '') -> subprocess.Pope
     command = [sys.executable, '-m', 'annotated_transformer', 'train', *shlex.split(options), *shlex.split(more),
                '--device', args.device, '--threads', '1', '--out', str(args.runs / run.name)]
     log = open(args.runs / f'{run.name}.txt', 'w')
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    environment = os.environ | {'TORCH_ALLOW_TF32_CUBLAS_OVERRIDE': '1'}
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 def score(run: Run, args: argparse.Namespace) -> subprocess.Popen:
     "Start to write a run's record: val, with several length penalties, and the test splits."
     published = run.options.replace('{data}', 'DIR')
     command = [sys.executable, str(HERE / 'record.py'), str(args.runs / run.name), run.name,
-               '--command', f'annotated-transformer train {published}', '--beam-size', '5', '--length-penalty', *PENALTIES]
+               '--command', f'TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 annotated-transformer train {published}', '--beam-size', '5', '--length-penalty', *PENALTIES,
+               '--batch-tokens', str(DECODING_TOKENS)]
     for split in run.splits:
         command += ['--split', split]
     if TOKENIZED in run.options:
@@ -131,10 +132,10 @@ def n_steps(folder: Path) -> int:
     rows = [json.loads(line) for line in lines if line.endswith('}')]
     return max((row['step'] for row in rows), default=0)
 
-def rates(args: argparse.Namespace) -> None:
+def rates(all_runs: list[Run], args: argparse.Namespace) -> None:
     "Print the steps per second of several runs at the same time, once all have taken some steps."
     for jobs in args.jobs:
-        runs = runs_of('settings', '')[:jobs]
+        runs = all_runs[:jobs]
         folders = [args.runs / run.name for run in runs]
         processes = [start(run, args, f'--overwrite --log-every 5 --save-every 100000 {args.more}') for run in runs]
         start_time = time.monotonic()
@@ -153,25 +154,26 @@ def rates(args: argparse.Namespace) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('part', choices=['rates', 'settings', 'final'])
+    parser.add_argument('part', choices=['rates', 'train'])
     parser.add_argument('--data-dir', type=Path, required=True, help='folder with multi30k and multi30k-tok')
     parser.add_argument('--runs', type=Path, default=Path('runs/gpu'), help='folder of the runs')
     parser.add_argument('--minutes', type=float, default=8, help='time for training and scoring (8)')
-    parser.add_argument('--options', default='', help='part final: options of train for every run')
+    parser.add_argument('--only', nargs='+', help='names of runs (default: all)')
     parser.add_argument('--more', default='', help='more options of train for every run, such as "--max-epochs 2"')
-    parser.add_argument('--jobs', type=int, nargs='+', default=[1, 8, 15], help='part rates: runs at the same time')
-    parser.add_argument('--seconds', type=float, default=10, help='part rates: length of a measurement (10)')
-    parser.add_argument('--wait', type=float, default=60, help='part rates: at most so many seconds until the runs have started (60)')
+    parser.add_argument('--jobs', type=int, nargs='+', default=[1, 8, 15], help='rates: runs at the same time')
+    parser.add_argument('--seconds', type=float, default=10, help='rates: length of a measurement (10)')
+    parser.add_argument('--wait', type=float, default=60, help='rates: at most so many seconds until the runs have started (60)')
     parser.add_argument('--no-sharing', action='store_true', help='do not use the multi-process service')
     parser.add_argument('--device', default='cuda', choices=['cuda', 'cpu'])
     args = parser.parse_args()
+    runs = [run for run in all_runs() if not args.only or run.name in args.only]
     args.runs.mkdir(parents=True, exist_ok=True)
     sharing = start_sharing() if args.device == 'cuda' and not args.no_sharing else False
     print('multi-process service:', sharing, flush=True)
     try:
         if args.part == 'rates':
-            return rates(args)
-        train_all(runs_of(args.part, args.options), args)
+            return rates(runs, args)
+        train_all(runs, args)
     finally:
         if sharing:
             stop_sharing()

@@ -104,7 +104,7 @@ def public_settings(corpus: dict) -> dict:
     return settings | {'extra': bool(corpus.get('extra_src'))}
 
 def choose(translator: Translator, pairs: list, beam_sizes: list[int], length_penalties: list[float],
-           tokenized: bool) -> tuple[dict, dict[str, float]]: # the best search, BLEU of each
+           tokenized: bool, batch_tokens: int) -> tuple[dict, dict[str, float]]: # the best search, BLEU of each
     "Find the search with the highest BLEU on `pairs`. If there is only one, it is not measured."
     searches = {f'beam {beam_size}, length penalty {length_penalty}':
                 {'beam_size': beam_size, 'length_penalty': length_penalty}
@@ -114,7 +114,7 @@ def choose(translator: Translator, pairs: list, beam_sizes: list[int], length_pe
     references = [tgt for _, tgt in pairs]
     found = {}
     for name, search in searches.items():
-        scores, translations = evaluate(translator, pairs, progress_bar=True, **search)
+        scores, translations = evaluate(translator, pairs, progress_bar=True, batch_tokens=batch_tokens, **search)
         found[name] = tokenized_bleu(translations, references)[0] if tokenized else scores.bleu
         print(f'val, {name}: {found[name]:.2f}', flush=True)
     return searches[max(found, key=found.get)], found
@@ -138,6 +138,7 @@ def main():
     parser.add_argument('--beam-size', type=int, nargs='+', default=[4], help='beam sizes to try on val (4)')
     parser.add_argument('--length-penalty', type=float, nargs='+', default=[0.6],
                         help='length penalties to try on val (0.6)')
+    parser.add_argument('--batch-tokens', type=int, default=4096, help='source tokens to decode at once (4096)')
     parser.add_argument('--tokenized', action='store_true', help='the corpus is lower-cased and tokenized')
     parser.add_argument('--against', help='name of a record to compare with, whose translations are in results/')
     parser.add_argument('--teacher', type=Path, action='append', default=[],
@@ -153,12 +154,14 @@ def main():
     metrics = {'parameters': count_parameters(translator.model),
                'training_minutes': round(progress['minutes'] + sum(teachers.values()), 2),
                'steps': progress['step'], 'epochs': progress['epoch'], 'target_tokens': progress['tokens']}
-    search, tried = choose(translator, corpus['val'], args.beam_size, args.length_penalty, args.tokenized)
+    search, tried = choose(translator, corpus['val'], args.beam_size, args.length_penalty, args.tokenized,
+                           args.batch_tokens)
     scores = {}
     samples = []
     for split in ['val', *args.split]:
         start = time.monotonic()
-        _, translations = evaluate(translator, corpus[split], progress_bar=True, **search)
+        _, translations = evaluate(translator, corpus[split], progress_bar=True,
+                                   batch_tokens=args.batch_tokens, **search)
         seconds = round(time.monotonic() - start, 2)
         references = [tgt for _, tgt in corpus[split]]
         if args.tokenized:
