@@ -230,7 +230,10 @@ def prepare(args, folder):
         data = {'data_dir': args.data_dir} if args.corpus == 'multi30k' else {}
         texts = [src for src, _ in load_corpus(CorpusConfig(args.corpus, **data))[args.split]][:args.sentences]
     tokenizer = Translator.load(model, device='cpu').tokenizer
-    rows = [[*row, EOS] for row in tokenizer.encode_batch(texts, tokenizer.langs[0])]
+    if args.size: # one token for each word, without the word splitter
+        rows = [[*map(tokenizer.id_of, text.split()), EOS] for text in texts]
+    else:
+        rows = [[*row, EOS] for row in tokenizer.encode_batch(texts, tokenizer.langs[0])]
     prepared = {'model': str(model), 'rows': rows, 'texts': texts, 'max_extra_tokens': 0 if args.size else 50,
                 'marian': str(export_marian(model, folder / 'marian'))}
     if args.device == 'cpu':
