@@ -152,8 +152,7 @@ def train_step(
     if not math.isfinite(mean_loss):
         raise FloatingPointError(f'the loss is {mean_loss} at learning rate {lr:.2e}')
     if not math.isfinite(grad_norm):
-        raise FloatingPointError(f'the gradient norm is {grad_norm:.0f} at learning rate {lr:.2e}, with a loss of '
-                                 f'{mean_loss:.3f}')
+        raise FloatingPointError(f'the gradient norm is {grad_norm:.0f} at learning rate {lr:.2e}')
     set_lr(optimizer, lr)
     optimizer.step()
     return mean_loss

@@ -83,10 +83,10 @@ def start(run: Run, args: argparse.Namespace, more: str = '') -> subprocess.Pope
 
 def score(run: Run, args: argparse.Namespace) -> subprocess.Popen:
     "Start to write a run's record: val, with several length penalties, and the test splits."
-    published = run.options.replace('{data}', 'DIR')
-    command = [sys.executable, str(HERE / 'record.py'), str(args.runs / run.name), run.name,
-               '--command', f'TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 annotated-transformer train {published}', '--beam-size', '5', '--length-penalty', *PENALTIES,
-               '--batch-tokens', str(DECODING_TOKENS)]
+    options = run.options.replace('{data}', 'DIR')
+    trained = f'TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 annotated-transformer train {options} {args.more}'.rstrip()
+    command = [sys.executable, str(HERE / 'record.py'), str(args.runs / run.name), run.name, '--command', trained,
+               '--beam-size', '5', '--length-penalty', *PENALTIES, '--batch-tokens', str(DECODING_TOKENS)]
     for split in run.splits:
         command += ['--split', split]
     if TOKENIZED in run.options:
@@ -162,7 +162,7 @@ def main():
     parser.add_argument('--more', default='', help='more options of train for every run, such as "--max-epochs 2"')
     parser.add_argument('--jobs', type=int, nargs='+', default=[1, 8, 15], help='rates: runs at the same time')
     parser.add_argument('--seconds', type=float, default=10, help='rates: length of a measurement (10)')
-    parser.add_argument('--wait', type=float, default=60, help='rates: at most so many seconds until the runs have started (60)')
+    parser.add_argument('--wait', type=float, default=60, help='rates: seconds in which all runs must start (60)')
     parser.add_argument('--no-sharing', action='store_true', help='do not use the multi-process service')
     parser.add_argument('--device', default='cuda', choices=['cuda', 'cpu'])
     args = parser.parse_args()
