@@ -216,7 +216,7 @@ def tour(ids=(90, 257, 579, 507, 44, 5, 2)) -> None:
     arrow(ax, search.right, (6.85, search.y), (6.85, 0.85), (tgt + 0.72, 0.85), color=BLUE)
     label(ax, 7.07, 3.8, 'append the next token (here: Hund), repeat until <eos>', 9, BLUE, rotation=90, va='center')
     around = [('complexity', 'why attention?', '05'), ('training', 'learns the parameters', '07'),
-              ('scoring', 'measures quality', '09'), ('english_to_german', 'all steps on real text', '10'),
+              ('scoring', 'measures quality', '09'), ('english_to_german', 'all steps together', '10'),
               ('attention_maps', 'records attention weights', '11')]
     for i, (name, note, page) in enumerate(around):
         numbered_box(ax, src, 7.43 - 0.49 * i, name, note, GREY, page)

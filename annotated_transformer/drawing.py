@@ -236,7 +236,7 @@ def draw_stacks(ax, n_layers=6) -> None:
         label(ax, x, 0.12, f'{vectors} vectors', 8.5)
         last = x, 0.22
         for i in range(n_layers):
-            place = box(ax, x, 0.65 + 0.36 * i, f'layers[{i}]', '', TEAL, 1.5, 0.26)
+            place = box(ax, x, 0.65 + 0.36 * i, f'layers[{i}]', '', GREY, 1.5, 0.26)
             arrow(ax, last, place.bottom)
             last = place.top
             lefts.append(place.left)

@@ -52,7 +52,7 @@ def ink(fill) -> str:
 def palette_png(
     fig: Figure,
 ) -> bytes:
-    "The figure as a PNG of its most frequent colours, or of all its colours if the difference could be seen."
+    "The figure as a PNG of at most 256 colours, or of all its colours if the difference could be seen."
     full, small = BytesIO(), BytesIO()
     fig.savefig(full, format='png', dpi=fig.dpi, bbox_inches='tight')
     pixels = np.asarray(Image.open(full).convert('RGBa')) # colours multiplied by their opacity
@@ -60,18 +60,18 @@ def palette_png(
     colors = codes.view('uint8').reshape(-1, 4).astype(int)
     if len(colors) > 10_000:
         return full.getvalue()
-    hues = [GREY, BLUE, ORANGE, GREEN, PURPLE, RED, TEAL, PINK, GOLD]
-    shades = [np.linspace(0, 255, 12)[:, None] * [*to_rgb(hue), 1] for hue in hues] # edges of text, by opacity
-    shades = np.concatenate(shades).round().astype(int)
-    palette = np.concatenate([shades, colors[np.argsort(-counts)[:256 - len(shades)]]])
-    nearest, error = [], 0
-    for color, count in zip(colors, counts):
-        distances = np.abs(palette - color).sum(-1)
-        nearest.append(distances.argmin())
-        error += count * distances.min()
-    if error > pixels.size / 4:
+    palette = []
+    nearest = np.zeros(len(colors), 'uint8') # index of each colour's nearest entry in the palette
+    error = np.full(len(colors), 1020)       # and its distance, at first the largest possible one
+    while len(palette) < 256 and error.any():
+        palette.append(colors[(counts * error ** 2).argmax()]) # the colour that the palette misses most
+        distance = np.abs(colors - palette[-1]).sum(-1)
+        nearest[distance < error] = len(palette) - 1
+        error = np.minimum(error, distance)
+    palette = np.array(palette)
+    if (counts * error).sum() > pixels.size / 4:
         return full.getvalue()
-    reduced = Image.fromarray(np.array(nearest, 'uint8')[index].reshape(pixels.shape[:2]))
+    reduced = Image.fromarray(nearest[index].reshape(pixels.shape[:2]))
     opaque = Image.frombytes('RGBa', (len(palette), 1), palette.astype('uint8').tobytes()).convert('RGBA')
     reduced.putpalette(opaque.tobytes(), 'RGBA')
     reduced.save(small, format='png', optimize=True)
