@@ -118,7 +118,7 @@ def layers(norm: str = 'post') -> None:
     draw_layer(ax, 1.8, 'encoder', norm)
     draw_layer(ax, 6.25, 'decoder', norm)
     swatches(ax, 0.75, 6.8, {'residual connection': BLUE, 'layer norm': ORANGE, 'feed-forward network': TEAL,
-                            'attention; may attend': PURPLE, 'masked': PALE})
+                            'attention': PURPLE, 'in masks: may attend': PURPLE, 'in masks: masked': PALE})
 
 def norms() -> None:
     "Post-norm beside pre-norm: the residual connections (blue) and the layer norms (orange)."
@@ -171,8 +171,8 @@ def transformer() -> None:
     label(ax, tgt + 0.08, 6.45, '(batch, m, d_model)', 8, code=True, ha='left')
     arrow(ax, lm_head.top, (tgt, 7.42))
     label(ax, tgt, 7.55, 'logits (batch, m, vocab_size)', 8.5, code=True)
-    swatches(ax, 0.95, 7.5, {'residual connection': BLUE, 'attention; may attend': PURPLE, 'masked': PALE,
-                             'from the encoder to every decoder layer': GREEN})
+    swatches(ax, 0.95, 7.5, {'residual connection': BLUE, 'attention': PURPLE, 'in masks: may attend': PURPLE,
+                             'in masks: masked': PALE, 'from the encoder to every decoder layer': GREEN})
     link = dict(color=GOLD, head=False, style=':', width=1.8)
     arrow(ax, (src + 0.85, 0.6), (left, 0.6), **link)
     arrow(ax, (tgt + 0.85, 0.6), (7.0, 0.6), (7.0, 6.9), (tgt + 0.85, 6.9), **link)
