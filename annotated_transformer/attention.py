@@ -56,7 +56,7 @@ class MultiHeadAttention(nn.Module):
     :param d_model: features of inputs and outputs
     :param n_heads: number of heads, h in the paper
     :param d_k: features of a query or key (default: d_model / n_heads)
-    :param d_v: features of a value (same default; Table 3 varies both)
+    :param d_v: features of a value (default: d_model / n_heads)
     """
     def __init__(self, d_model: int, n_heads: int, d_k: int | None = None, d_v: int | None = None):
         super().__init__()
