@@ -51,7 +51,7 @@ class Tokenizer:
     langs: tuple[str, ...] = ()
 
     def encode(self, text: str, lang: str | None = None) -> list[int]:
-        "Return the ids of a text, without special tokens. Whitespace alone has no ids."
+        "Return the ids of a text, without special tokens."
         return self.encode_batch([text], lang)[0]
 
     def tokens(self, ids: Iterable[SupportsInt]) -> list[str]:
