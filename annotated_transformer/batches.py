@@ -31,7 +31,7 @@ def encode_pairs(
     tgt = tokenizer.encode_batch([tgt for _, tgt in pairs], langs[1])
     if max_len is None:
         return list(zip(src, tgt))
-    limit = max_len - 1 # one position is for EOS or BOS
+    limit = max_len - 1 # room for EOS (source) or BOS (target)
     n_long = sum(len(s) > limit or len(t) > limit for s, t in zip(src, tgt))
     if n_long:
         warnings.warn(f'{n_long} of {len(pairs)} sentence pairs have more than {max_len} positions '
@@ -52,7 +52,7 @@ def pad_rows(
     complete = [[*before, *row, *after] for row in rows]
     n = max((len(row) for row in complete), default=0)
     padded = [row + [PAD] * (n - len(row)) for row in complete]
-    return torch.tensor(padded, dtype=torch.long).reshape(len(rows), n)
+    return torch.tensor(padded, dtype=torch.long).reshape(len(rows), n) # also if there are no rows
 
 @dataclass
 class Batch:
@@ -118,8 +118,8 @@ def token_batches(
         rng.shuffle(order)
     order.sort(key=lambda i: longer[i]) # a stable sort: pairs of equal length stay shuffled
     batches = []
-    for i in order:
-        if batches and (len(batches[-1]) + 1) * longer[i] <= max_tokens: # sorted: i sets the width
+    for i in order: # sorted: pair i is the longest so far
+        if batches and (len(batches[-1]) + 1) * longer[i] <= max_tokens:
             batches[-1].append(i)
         else:
             batches.append([i])
@@ -140,7 +140,7 @@ class BatchLoader:
         self.seed = seed
         self.shuffle = shuffle
         self.lengths = [(len(src) + 1, len(tgt) + 1) for src, tgt in pairs] # 1 for EOS or BOS
-        self.n_batches = len(token_batches(self.lengths, max_tokens)) # the lengths alone decide it
+        self.n_batches = len(token_batches(self.lengths, max_tokens)) # the same for any shuffle
 
     def __len__(self) -> int:
         return self.n_batches
