@@ -101,7 +101,7 @@ def normalized_score(
     :param log_prob: in nats
     :param length: tokens, EOS included
     :param length_penalty: alpha in section 6.1; 0: no penalty
-    :param length_penalty_offset: 5 in Wu et al. (2016); some libraries use 0
+    :param length_penalty_offset: the 5 of equation 14; some libraries use 0
     """
     lp = ((length_penalty_offset + length) / (length_penalty_offset + 1)) ** length_penalty
     return log_prob / lp
@@ -149,7 +149,7 @@ def beam_search(
         best, index = candidates.flatten().topk(min(2 * beam_size, candidates.numel()))
         parent = index // candidates.size(1)
         token = index % candidates.size(1)
-        for rank in (token[:beam_size] == EOS).nonzero().flatten().tolist():
+        for rank in (token[:beam_size] == EOS).nonzero().flatten().tolist(): # finished
             ids = tgt[parent[rank], 1:].tolist()
             normalized = normalized_score(best[rank].item(), length, length_penalty)
             finished.append(Hypothesis(ids, best[rank].item(), normalized))

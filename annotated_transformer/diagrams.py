@@ -360,15 +360,14 @@ def cache() -> None:
         label(ax, x + 0.42, 0.14, text, 9, ha='left')
 
 def beam(steps, root: str = 'BOS', name=str) -> None:
-    """A beam search as a tree, one column for each step; the children of a hypothesis are side by side.
+    """A beam search as a tree, one column for each step. A state is 'active', 'finished' or 'pruned'.
 
-    A parent is an index into the list of the step before; a state is 'active', 'finished' or 'pruned'.
-
-    :param steps: for each step, a list of (index of the parent, token, log-probability, state)
+    :param steps: for each step, a list of (parent's index in the step before, token, (log-)probability, state)
     :param root: what the search starts from
     :param name: returns the text for a token
     """
     colors = {'active': BLUE, 'finished': GREEN, 'pruned': PALE}
+    best = max((prob for step in steps for _, _, prob, state in step if state == 'finished'), default=None)
     most = max(map(len, steps))
     spacing = 6.9 / len(steps)
     width = min(1.1, spacing - 0.35)
@@ -380,13 +379,14 @@ def beam(steps, root: str = 'BOS', name=str) -> None:
         order = sorted(range(len(step)), key=lambda i: rows[step[i][0]]) # as their parents: no arrows cross
         rows = [order.index(i) for i in range(len(step))]
         places = []
-        for i, (parent, token, log_prob, state) in enumerate(step):
+        for i, (parent, token, prob, state) in enumerate(step):
             x, y = 0.55 + (k + 1) * spacing - width / 2, middle + 0.54 * ((len(step) - 1) / 2 - rows[i])
-            place = box(ax, x, y, name(token), f'{log_prob:.2f}', colors[state], width, 0.44, code=False)
+            note = f'{prob:.2f}' + (' (returned)' if state == 'finished' and prob == best else '')
+            place = box(ax, x, y, name(token), note, colors[state], width, 0.44, code=False)
             arrow(ax, before[parent].right, place.left, width=0.8 if state == 'pruned' else 1.6)
             places.append(place)
         before = places
-    swatches(ax, 2.4, 0.12, colors, across=1.1)
+    swatches(ax, 1.5, 0.12, colors | {'thick arrow: kept': 'none'}, across=1.1)
 
 def ngram_matches(translations, reference) -> None:
     "The n-grams of translations (lists of tokens), and which of them match the reference, by clipped counts."
