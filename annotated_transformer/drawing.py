@@ -192,7 +192,7 @@ def draw_ngrams(ax, x, y, tokens, reference) -> float:
 
     Those that match the reference are blue, each at most as often as the reference contains it.
     """
-    widths = np.array([0.135 + 0.062 * max(2, len(token)) for token in tokens])
+    widths = np.array([0.135 + 0.062 * max(2, len(token) + 0.75 * token.count('m')) for token in tokens]) # m is wide
     centres = x + widths.cumsum() - widths / 2
     for n in range(1, 1 + min(4, len(tokens))):
         height = y - 0.3 * (n - 1)
@@ -206,11 +206,12 @@ def draw_ngrams(ax, x, y, tokens, reference) -> float:
                 unused[ngram] -= 1
                 n_matches += 1
             if n == 1:
-                box(ax, centres[i], height, tokens[i], '', color, widths[i] - 0.03, 0.22, code=False)
+                box(ax, centres[i], height, '', '', color, widths[i] - 0.03, 0.22)
+                label(ax, centres[i], height, tokens[i], 7.5, GREY if color == PALE else 'white', bold=True)
             else:
                 box(ax, (centres[i] + centres[i + n - 1]) / 2, height, '', '', color, 0.24, 0.22)
         label(ax, x + widths.sum() + 0.06, height, f'{n_matches}/{n_ngrams}', 8.5, ha='left')
-    return x + widths.sum() + 0.6
+    return x + widths.sum() + 0.5
 
 def draw_placement(ax, x, norm) -> None:
     "Two sublayers for one placement of the norms, with the norm that ends a pre-norm stack."

@@ -74,7 +74,7 @@ def bleu_interval(translations: Sequence[str], references: Sequence[str], sample
         raise ValueError(f'samples={samples} is too small for a 95% interval: choose at least 40')
     metric = BLEU(**options)
     found = metric.corpus_score(list(translations), [list(references)], n_bootstrap=samples)
-    return Interval(found._mean, found._ci, str(metric.get_signature()))
+    return Interval(found._mean, found._ci, str(metric.get_signature())) # sacreBLEU's private names
 
 @dataclass(frozen=True)
 class Comparison:
@@ -98,7 +98,7 @@ def bleu_counts(translations: Sequence[str], references: Sequence[str]) -> np.nd
 def bleu_of_counts(sums: np.ndarray) -> float:
     """Compute the BLEU of a corpus from its summed counts.
 
-    :return: the BLEU of `score`
+    :return: equals `score(...).bleu`
     """
     *counts, length, reference_length = sums.tolist()
     return BLEU.compute_bleu(counts[:4], counts[4:], length, reference_length, 'exp').score
