@@ -63,4 +63,4 @@ class LearnedPositions(nn.Module):
         return x + self.table[:x.size(1)]
 
 class NoPositions(nn.Identity):
-    "Return the vectors unchanged, at any length. The constructor ignores its arguments."
+    "Return the vectors unchanged; accept the arguments of the other two classes, and ignore them."
