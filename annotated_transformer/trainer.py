@@ -103,7 +103,8 @@ def check_settings(config: TrainConfig) -> None:
         if getattr(config, name) < 1:
             raise ValueError(f'{name}={getattr(config, name)} must be at least 1')
     if config.max_tokens > MAX_TOKENS:
-        raise ValueError(f'max_tokens={config.max_tokens} must be at most {MAX_TOKENS:,}: memory holds no larger batch')
+        raise ValueError(f'max_tokens={config.max_tokens} must be at most {MAX_TOKENS:,}: '
+                         'a larger batch would not fit into memory')
     for name in ('peak_lr', 'max_epochs', 'max_minutes', 'patience', 'max_grad_norm'):
         value = getattr(config, name)
         if value is not None and not value > 0: # catches NaN, too
@@ -285,9 +286,8 @@ class Validator(Stepper):
 
     def update_should_stop(self) -> None:
         "Decide in the main process, for all, whether to stop early."
-        config = self.config
         is_main = self.processes.is_main_process
-        stop = is_main and should_stop_early(self.validations(), config.monitor, config.patience)
+        stop = is_main and should_stop_early(self.validations(), self.config.monitor, self.config.patience)
         self.should_stop = self.processes.any(stop)
 
 def cpu_weights(model: nn.Module) -> dict[str, Tensor]:
