@@ -56,10 +56,10 @@ def restricted_attention(
     side = window_side(r)
     offset = torch.arange(-side, side + 1, device=query.device)
     window = torch.arange(n, device=query.device)[:, None] + offset # (n, r): positions to read
-    exists = (0 <= window) & (window < n)                           # False beyond the ends
+    exists = ((0 <= window) & (window < n)).unsqueeze(1) # (n, 1, r): False beyond the ends
     window = window.clamp(0, n - 1)
     query = query.unsqueeze(3)                    # (batch, heads, n, 1, d_k); keys: n, r, d_k
-    output, _ = attention(query, key[:, :, window], value[:, :, window], exists.unsqueeze(1))
+    output, _ = attention(query, key[:, :, window], value[:, :, window], exists)
     return output.squeeze(3)
 
 def count_multiplications(f: Callable[[], object]) -> int:
@@ -92,7 +92,7 @@ def sequential_operations(result: Tensor) -> int:
     while needed:
         length += 1
         sources = [source for node in needed for source, _ in node.next_functions]
-        needed = {source for source in sources if source is not None} # none: the chain ends
+        needed = {source for source in sources if source is not None} # None: needs no gradient
     return length
 
 def information_flow(f: Callable[[Tensor], Tensor], x: Float[Tensor, "1 n d"]) -> Bool[Tensor, "n n"]:
@@ -109,7 +109,7 @@ def information_flow(f: Callable[[Tensor], Tensor], x: Float[Tensor, "1 n d"]) -
     return torch.stack(rows)
 
 def path_length(layers: Sequence[Bool[Tensor, "n n"]]) -> int:
-    "Return how many layers, given by their flow, connect the first input to the last output."
+    "Return how many layers, given by `information_flow`, connect first input and last output."
     depends = torch.arange(len(layers[0])) == 0
     for count, reads in enumerate(layers, 1):
         depends = (reads & depends).any(1)
