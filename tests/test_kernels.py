@@ -1,13 +1,18 @@
 "The fast functions return what the reference functions return, gradients included."
+import inspect
+
 import pytest
 import torch
 from torch.testing import assert_close
 
+from annotated_transformer import kernels
 from annotated_transformer.attention import MultiHeadAttention, attention
 from annotated_transformer.attention_maps import attention_maps
+from annotated_transformer.batches import collate
 from annotated_transformer.kernels import (
-    FastDropout, accelerate, fused_attention, linear_cross_entropy, r_drop_loss)
+    FastDropout, LossModule, accelerate, fused_attention, linear_cross_entropy, r_drop_loss)
 from annotated_transformer.relative_positions import RelativeConfig, RelativeTransformer
+from annotated_transformer.trainer import TrainConfig
 from annotated_transformer.training import label_smoothing_loss
 from annotated_transformer.transformer import Transformer, TransformerConfig
 
@@ -98,6 +103,30 @@ def test_r_drop(label_smoothing):
     inputs = (hidden1, hidden2, weight)
     for a, b in zip(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs)):
         assert_close(a, b)
+
+
+def test_compiled_r_drop_loss_is_the_same_and_is_compiled_once(monkeypatch):
+    "`compile_loss`: one compilation serves batches with any number of tokens."
+    plain = inspect.unwrap(kernels.r_drop_loss_and_gradient) # the type checks of the tests cannot be compiled
+    monkeypatch.setattr(kernels, 'r_drop_loss_and_gradient', plain)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    results = {}
+    for compile_loss in (False, True):
+        torch.manual_seed(0)
+        model = Transformer(TransformerConfig(**SIZES, dropout=0.3)).train()
+        loss_module = LossModule(model, TrainConfig(compile_loss=compile_loss))
+        loss_module.r_drop = 5.0
+        results[compile_loss] = []
+        for lengths in ((3, 5), (7, 2, 9), (4, 4, 4, 11)):
+            batch = collate([([4 + i % 19 for i in range(n)], [22 - i % 19 for i in range(n)]) for n in lengths])
+            torch.manual_seed(1)
+            loss = loss_module(batch)
+            results[compile_loss] += [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+        assert counters['stats']['unique_graphs'] == int(compile_loss)
+    for expected, found in zip(results[False], results[True]):
+        assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize('p', [0.1, 0.5])
