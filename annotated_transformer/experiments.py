@@ -79,7 +79,7 @@ class PairedDifference:
 
     :param low: of Student's interval
     :param confidence: of the interval
-    :param effect_size: mean over standard deviation of the differences (Cohen's d for pairs)
+    :param effect_size: mean over standard deviation of the differences, corrected for few pairs (Hedges' g)
     :param differences: one for each seed
     """
     mean: float
@@ -105,7 +105,7 @@ def paired_difference(a, b, confidence: float = 0.95) -> PairedDifference:
     mean = float(differences.mean())
     deviation = float(differences.std(ddof=1))
     if deviation:
-        effect_size = mean / deviation
+        effect_size = mean / deviation * (1 - 3 / (4 * len(differences) - 5))
     else:
         effect_size = math.copysign(math.inf, mean) if mean else 0.0
     return PairedDifference(mean, low, high, confidence, effect_size, tuple(differences.tolist()))
@@ -142,7 +142,7 @@ def verdict(difference: PairedDifference, prediction: Prediction, margin: float 
 def p_value(difference: PairedDifference, prediction: Prediction, margin: float = 0.0) -> float:
     """Return the two-sided p-value of the t test that the true difference lies on the edge of the predicted region.
 
-    It is the smallest risk at which Student's interval decides the claim, either way.
+    It is the significance level at which Student's interval just touches an edge of the region.
 
     :param margin: differences up to this size do not matter; chosen before the run
     """
@@ -291,18 +291,26 @@ def dot_plot(
     ax.set(title=title, xlabel=xlabel)
     return ax
 
-def seeds_needed(n_claims: int = 1, effect_size: float = 1.5, power: float = 0.8, alpha: float = 0.05) -> int:
-    """Return the fewest paired seeds that confirm a true claim with this power. Raises ValueError beyond 100 seeds.
+def seeds_needed(
+    n_claims: int = 1, effect_size: float = 1.5, power: float = 0.8, alpha: float = 0.05,
+    prediction: Prediction = 'higher', margin: float = 0.0,
+) -> int:
+    """Return the fewest paired seeds that confirm a true claim with this power.
+
+    Raises ValueError beyond 100 seeds, or if equality is predicted without a margin.
 
     :param n_claims: claims tested together
     :param effect_size: the true mean difference, in standard deviations of the differences
     :param power: probability that the claim is confirmed
     :param alpha: risk of one or more false alarms
+    :param margin: of the prediction, in standard deviations of the differences
     """
+    start, end = region(prediction, margin)
     noise = np.random.default_rng(0).normal(size=(4000, 100))
     for n in range(2, 101):
         differences = effect_size + noise[:, :n]
+        means = differences.mean(axis=1)
         half_widths = t_quantile(n - 1, 1 - alpha / n_claims) * differences.std(axis=1, ddof=1) / math.sqrt(n)
-        if np.mean(differences.mean(axis=1) > half_widths) >= power:
+        if np.mean((start < means - half_widths) & (means + half_widths < end)) >= power:
             return n
     raise ValueError(f'effect_size={effect_size} needs more than 100 seeds: look for a larger effect')

@@ -67,7 +67,7 @@ def test_a_difference_is_taken_seed_by_seed():
     found = paired_difference([3.0, 5.0, 10.0], torch.tensor([1.0, 4.0, 10.0]))
     assert found.differences == (2.0, 1.0, 0.0)
     assert found.mean == 1.0
-    assert found.effect_size == 1.0
+    assert found.effect_size == pytest.approx(1 - 3 / 7) # mean / deviation = 1, and Hedges' correction for three pairs
     assert (found.low, found.high) == t_interval([2.0, 1.0, 0.0])
     assert found.confidence == 0.95
     assert paired_difference([3.0, 5.0, 10.0], [1.0, 4.0, 10.0], 0.99).low == t_interval([2.0, 1.0, 0.0], 0.99)[0]
@@ -79,6 +79,12 @@ def test_pairing_removes_what_the_seeds_share():
     better = seeds + 0.3 + rng.normal(scale=0.1, size=8)
     assert paired_difference(better, seeds).low > 0
     assert paired_difference(better, np.roll(seeds, 1)).low < 0
+
+
+def test_the_effect_size_is_not_inflated_by_few_pairs():
+    rng = np.random.default_rng(7)
+    found = [paired_difference(1.5 + rng.normal(size=5), np.zeros(5)).effect_size for _ in range(4000)]
+    assert np.mean(found) == pytest.approx(1.5, abs=0.06)
 
 
 def test_effect_size_without_spread():
@@ -169,6 +175,19 @@ def test_the_correction_limits_the_risk_of_any_false_alarm(n_true):
 @pytest.mark.parametrize('n_claims, effect_size, n_seeds', [(1, 1.5, 6), (1, 1.0, 10), (8, 1.5, 10)])
 def test_seeds_needed(n_claims, effect_size, n_seeds): # of a paired t test with power 0.8, by tables
     assert abs(seeds_needed(n_claims, effect_size) - n_seeds) <= (0 if n_claims == 1 else 1)
+
+
+def test_seeds_needed_to_confirm_equality():
+    n = seeds_needed(prediction='equal', margin=1.0, effect_size=0.0)
+    rng = np.random.default_rng(9)
+    share = {}
+    for seeds in (n - 1, n):
+        found = [paired_difference(rng.normal(size=seeds), np.zeros(seeds)) for _ in range(3000)]
+        share[seeds] = np.mean([verdict(difference, 'equal', 1.0) == 'confirmed' for difference in found])
+    assert share[n - 1] < 0.82 and share[n] > 0.78
+    assert seeds_needed(prediction='equal', margin=1.0, effect_size=0.5) > 2 * n
+    with pytest.raises(ValueError, match='must be positive'):
+        seeds_needed(prediction='equal')
 
 
 def test_too_many_seeds_needed():
