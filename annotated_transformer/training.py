@@ -2,8 +2,8 @@
 
 """Training: write the training loop, train a small translator with it, and diagnose failing runs from their loss."""
 
-__all__ = ['paper_peak_lr', 'learning_rate', 'make_optimizer', 'set_lr', 'label_smoothing_loss', 'perplexity', 'batch_loss',
-           'train_step', 'validate', 'train', 'average_weights']
+__all__ = ['paper_peak_lr', 'learning_rate', 'make_optimizer', 'set_lr', 'label_smoothing_loss', 'batch_loss', 'train_step',
+           'validate', 'perplexity', 'train', 'average_weights']
 
 import math
 from collections.abc import Iterable, Sequence
@@ -64,18 +64,11 @@ def label_smoothing_loss(
         return loss.mean()
     return loss[targets != ignore_index].mean()
 
-def perplexity(loss: float) -> float:
-    """Return exp(loss): the number of equally probable tokens that would be as hard to predict.
-
-    :param loss: in nats per token, without label smoothing
-    """
-    return math.exp(loss)
-
 def batch_loss(model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> Float[Tensor, ""]:
     """Return the loss with teacher forcing: the decoder reads the correct previous tokens.
 
     :param model: returns logits for source ids and target ids
-    :param label_smoothing: probability that is spread evenly over the vocabulary
+    :param label_smoothing: as in `label_smoothing_loss`
     :return: nats per target token, padding excluded
     """
     logits = model(batch.src, batch.tgt_in)
@@ -88,7 +81,7 @@ def train_step(
 
     :param batch: on the model's device
     :param lr: learning rate of this step
-    :param label_smoothing: probability that is spread evenly over the vocabulary
+    :param label_smoothing: as in `label_smoothing_loss`
     :return: the loss before the update, in nats per target token
     """
     model.train()
@@ -114,6 +107,13 @@ def validate(model: nn.Module, batches: Iterable[Batch]) -> float:
         total_tokens += batch.n_tokens
     return total_loss / total_tokens
 
+def perplexity(loss: float) -> float:
+    """Return exp(loss): the number of equally probable tokens that would be as hard to predict.
+
+    :param loss: in nats per token, without label smoothing
+    """
+    return math.exp(loss)
+
 def train(
     model: nn.Module, loader: BatchLoader, n_epochs: int, peak_lr: float, warmup_steps: int,
     val_batches: Sequence[Batch] = (), label_smoothing: float = 0.1, device: torch.device | str = 'cpu',
@@ -127,7 +127,7 @@ def train(
     :param peak_lr: largest learning rate
     :param warmup_steps: steps until the learning rate peaks
     :param val_batches: validated after each epoch
-    :param label_smoothing: probability that is spread evenly over the vocabulary
+    :param label_smoothing: as in `label_smoothing_loss`
     :param progress: print one line for each epoch
     :return: for each step: step, lr, training loss; at the end of an epoch also val_loss
     """
@@ -145,8 +145,8 @@ def train(
         if val_batches:
             log[-1]['val_loss'] = validate(model, [batch.to(device) for batch in val_batches])
         if progress:
-            last = {name: round(value, 4) for name, value in log[-1].items()}
-            print(f'epoch {epoch + 1}: mean loss {sum(losses) / len(losses):.4f}, last step', last)
+            val = f", validation loss {log[-1]['val_loss']:.4f}" if val_batches else ''
+            print(f'epoch {epoch + 1}: mean training loss {sum(losses) / len(losses):.4f}{val}')
     model.eval()
     return log
 

@@ -170,9 +170,9 @@ def test_train_logs_every_step_and_validates_after_each_epoch(capsys):
     assert log[-1]['val_loss'] == validate(model, val_batches)
     assert not model.training
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 2 and f"'step': {n}," in printed[0] and "'val_loss'" in printed[1]
+    assert len(printed) == 2 and printed[0].startswith('epoch 1: mean training loss ')
     mean_loss = sum(entry['loss'] for entry in log[n:]) / n
-    assert printed[1].startswith(f'epoch 2: mean loss {mean_loss:.4f}, last step')
+    assert printed[1] == f"epoch 2: mean training loss {mean_loss:.4f}, validation loss {log[-1]['val_loss']:.4f}"
 
 
 def test_train_is_train_step_on_each_batch_of_each_epoch(capsys):
