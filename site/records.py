@@ -32,7 +32,9 @@ def sources(name, record):
             seeds = ''
         found = re.search(r'--seeds? ([\d ]+)', part['command'])
         seeds = seeds or (', '.join(found[1].split()) if found else '')
-        yield {'command': part['command'], 'seeds': seeds, 'machine': part['machine'], 'date': part['date'],
+        device = part.get('versions', {}).get('device', '')
+        machine = f"{device}, {part['machine']}" if device.startswith('NVIDIA') else part['machine']
+        yield {'command': part['command'], 'seeds': seeds, 'machine': machine, 'date': part['date'],
                'weights': part.get('weights_sha256', ''), 'file': record['file_sha256']}
 
 
@@ -144,17 +146,15 @@ def plot(points):
 
 def speed(records):
     "Training speed beside other implementations."
-    record = records.get('train-speed')
-    if not record:
-        return ''
-    source = next(sources('train-speed', record))
     rows = []
-    for size, metrics in record['metrics'].items():
-        if not isinstance(metrics, dict) or 'tokens_per_second' not in metrics:
+    for record_name, record in records.items():
+        if not record_name.startswith('train-speed'):
             continue
-        for name, tokens in metrics['tokens_per_second'].items():
-            memory = metrics['peak_mib'].get(name, '')
-            rows.append([cell(size), cell(name), cell(f'{tokens:,}', tokens), cell(memory, memory), *how(source)])
+        source = next(sources(record_name, record))
+        for size, metrics in record['metrics'].items():
+            for name, tokens in metrics['tokens_per_second'].items():
+                memory = metrics['peak_mib'].get(name, '')
+                rows.append([cell(size), cell(name), cell(f'{tokens:,}', tokens), cell(memory, memory), *how(source)])
     header = ['size', 'implementation', 'tokens per second', 'peak MiB', *HOW]
     return '\n## Speed of training\n' + table(header, rows, 'Speed of training')
 
@@ -184,7 +184,7 @@ Every figure comes from a record in the repository. A record names the command, 
 keeps its settings; the hash is the SHA-256 of the weights, or of the record where there are none (point at it to see
 all of it). [Page 46](46_the_record.ipynb) discusses the Multi30k results, and what they do not show.
 
-## In five rows
+## The main rows
 
 ± is half of the 95 % bootstrap interval over the test sentences; for three seeds, the standard deviation.
 

@@ -69,6 +69,10 @@ def test_results_are_those_of_the_records():
         bleus = [found['scores'][cells[1].strip('`')]['bleu'] for found in seeds]
         assert cells[2] == f'{statistics.mean(bleus):.2f} ± {statistics.stdev(bleus):.2f} (3 seeds)'
         assert cells[3] == f"{seeds[0]['metrics']['parameters']:,}"
+    wide = [record(f'gpu-en-de-wide-seed{seed}') for seed in (1, 2, 3)]
+    (cells,) = rows('Multi30k EN-DE, wider model')
+    bleus = [found['scores']['test_2016_flickr']['bleu'] for found in wide]
+    assert cells[2] == f'{statistics.mean(bleus):.2f} ± {statistics.stdev(bleus):.2f} (3 seeds)'
     singles = {'Multi30k DE-EN': 'multi30k-de-en', 'Multi30k EN-FR': 'multi30k-en-fr',
                'toy EN-DE (`make demo`)': 'toy-en-de-demo'}
     for task, name in singles.items():

@@ -3,15 +3,20 @@ import json
 import shlex
 import shutil
 import sys
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / 'benchmarks'))
 import claims
 import diversify
+import errors
+import mbr
+import paired
 import recipe
 import record
 import serving
@@ -227,3 +232,42 @@ def test_serving_answers_every_good_request_and_survives_the_bad_ones():
     assert found['bad'] == {
         'no JSON': {'400': 2}, 'a number for q': {'400': 2}, 'an unknown language': {'400': 2},
         '300,000 bytes': {'413': 2}, 'no HTTP': {'400': 2}, 'cut off': {'closed': 2}, 'the client leaves': {'closed': 2}}
+
+
+def test_rules_find_each_kind_of_error():
+    train = Counter({'ein': 900, 'hund': 90, 'läuft': 50, 'über': 40, 'gras': 9, 'zwei': 80, 'terrier': 2, 'boston': 5})
+    reference = 'Ein Boston Terrier läuft über Gras.'
+    def kinds(translation, source='A Boston Terrier runs on grass.', reference=reference):
+        return errors.kinds(source, translation, reference, train, {'ein'})
+    assert kinds('ein Boston Terrier läuft über Gras') == {'equal to the reference': ''}
+    assert kinds('Ein Boston Terrier läuft.') == {'far too short': '4 of 6 words'}
+    assert kinds('Ein Boston Terrier läuft über ein Gras ein.') == {'far too long': '8 instead of 6 words'}
+    assert kinds('Ein Boston Terrier läuft Gras Gras.') == {'repeated word': 'gras'}
+    assert kinds('Ein Boston Terrier läuft über Grund.') == {'unknown word': 'grund'}
+    assert kinds('Ein Hund läuft über Gras.') == {'lost name': 'Boston, Terrier'}
+    assert kinds('Ein Terrier läuft über Gras.', 'A terrier runs.', 'Ein Hund läuft über Gras.') == {
+        'copied source word': 'terrier'}
+    assert kinds('Zwei Hund läuft über Gras.', 'Dogs', '3 Hund läuft über Gras.') == {'wrong number': '2 instead of 3'}
+    assert 'wrong number' not in kinds('Zwei Hund läuft über Gras.', 'Dogs', '2 Hund läuft übers Gras.')
+
+
+def test_candidate_with_the_highest_mean_utility_is_chosen():
+    candidates = ['ein Hund läuft', 'ein Hund rennt', 'ein Hund rennt', 'eine Katze']
+    utility = mbr.similarities(candidates, mbr.UTILITIES['chrF'])
+    assert set(utility) == {(a, b) for a in candidates for b in candidates}
+    assert mbr.best(candidates, utility) == 'ein Hund rennt'
+    assert mbr.best(candidates[:2], utility) == 'ein Hund läuft' # the first of two equals
+
+
+def test_paired_comparison_of_settings():
+    rng = np.random.default_rng(0)
+    references = [' '.join(rng.choice(list('abcdefgh'), 12)) for _ in range(60)]
+    def counts(n_words):
+        translations = [' '.join(line.split()[:n_words]) + ' z' * (12 - n_words) for line in references]
+        return np.array([record.bleu_counts(translations, references)] * len(paired.SEEDS))
+    good, bad = counts(11), counts(9)
+    found = paired.compare(good, bad)
+    assert found['difference'] == pytest.approx(paired.mean_bleu(good) - paired.mean_bleu(bad)) and found['low'] > 0
+    assert found['p_value'] == pytest.approx(1 / (paired.SAMPLES + 1))
+    same = paired.compare(good, good)
+    assert same['difference'] == 0 and same['p_value'] == 1
