@@ -109,10 +109,11 @@ def word_indices(tokens: Sequence[str], words: Sequence[str]) -> list[int]:
     indices = []
     start = 0
     for token, text in zip(tokens, texts):
-        found = set(word_of_character[start:start + max(len(text), 1)]) # '▁' alone: the next word
+        length = 0 if token in special else max(len(text), 1)       # '▁' alone: the next word
+        found = set(word_of_character[start:start + length])
         if len(found) > 1:
             raise ValueError(f'token {token!r} spans several words')
-        indices.append(-1 if token in special or not found else found.pop())
+        indices.append(found.pop() if found else -1)
         start += len(text)
     return indices
 
@@ -149,4 +150,6 @@ def alignment_error_rate(found: Sequence[set], truth: Sequence[set]) -> float:
     """
     n_right = sum(len(a & s) for a, s in zip(found, truth, strict=True))
     n_links = sum(map(len, found)) + sum(map(len, truth))
-    return 1 - 2 * n_right / n_links if n_links else 0.0
+    if n_links == 0:
+        return 0.0
+    return 1 - 2 * n_right / n_links

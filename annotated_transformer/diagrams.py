@@ -417,6 +417,8 @@ def folder_to_translation() -> None:
                        (tokenizer.bottom, encode.top), (config.bottom, (3.4, model.top[1])), ((1.0, 0.5), encode.left),
                        (encode.right, model.left), (model.right, decode.left), (decode.right, (6.42, 0.5))]:
         arrow(ax, start, end)
+    for x, file in [(4.6, config), (5.24, training)]:
+        arrow(ax, (x, learn_weights.bottom[1]), (x, 2.42), (file.x, 2.42), file.top)
     arrow(ax, weights.bottom, (4.92, 1.15), (3.95, 1.15), (3.95, model.top[1]))
     arrow(ax, encode.bottom, (encode.x, 0.05), (decode.x, 0.05), decode.bottom)
     arrow(ax, training.bottom, (6.55, 0.93), (4.4, 0.93), (4.4, model.top[1]), style='--')
@@ -425,7 +427,8 @@ def folder_to_translation() -> None:
     label(ax, 7.48, 0.5, 'der kleine Hund\nschläft', 9, ha='right', va='center')
     for x, y, text in [(3.45, 3.02, 'batches of ids'), (2.76, 0.62, 'ids'), (4.78, 0.62, 'ids'), (3.16, 1.05, 'sizes'),
                        (3.85, 0.2, 'same vocabulary'), (2.42, 1.05, 'vocabulary'), (4.45, 1.25, 'weights'),
-                       (5.65, 1.05, 'search settings, if any')]:
+                       (5.65, 1.05, 'search settings, if any'),
+                       (4.0, 2.54, 'sizes'), (5.9, 2.54, 'settings'), (0.67, 1.24, 'for readers')]:
         label(ax, x, y, text, 8.5)
 
 def networks(n: int = 3) -> None:

@@ -309,6 +309,8 @@ def grid_of_maps(weights, rows=None, columns=None, title: str = '', width: int |
     for i, j in product(range(n_layers), range(n_heads)):
         ax = axes[i, j]
         heatmap(ax, weights[i, j], '', rows, columns, '', '', numbers=False, vmax=1)
+        ax.tick_params(labelsize=7, pad=1)
+        plt.setp(ax.get_xticklabels(), rotation=90, ha='center', rotation_mode='default') # small maps: no room for 45°
         if i == 0:
             ax.set_title(f'head {j}')
         if i < n_layers - 1:
