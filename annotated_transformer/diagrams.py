@@ -403,10 +403,9 @@ def folder_to_translation() -> None:
     "From sentence pairs to a model folder, and from the folder to a translation."
     ax = canvas(7.5, 3.3)
     frame(ax, 0.05, 1.4, 7.4, 2.25, 'model folder')
-    files = [('README.md', GREY, 0.67, 1.0), ('tokenizer.json', GOLD, 1.95, 1.35), ('config.json', PURPLE, 3.4, 1.15),
+    files = [('tokenizer.json', GOLD, 1.95, 1.35), ('config.json', PURPLE, 3.4, 1.15),
              ('model.safetensors', PURPLE, 4.92, 1.65), ('training.json', GREY, 6.55, 1.3)]
-    _, tokenizer, config, weights, training = [
-        box(ax, x, 1.68, name, '', color, width) for name, color, x, width in files]
+    tokenizer, config, weights, training = [box(ax, x, 1.68, name, '', color, w) for name, color, x, w in files]
     learn_tokens = box(ax, 1.95, 2.9, 'train_tokenizer', '', GOLD, 1.45)
     learn_weights = box(ax, 4.92, 2.9, 'training loop', '', PURPLE, 1.35)
     encode = box(ax, 1.95, 0.5, 'tokenizer', 'encode', GOLD, 1.0)
@@ -427,8 +426,7 @@ def folder_to_translation() -> None:
     label(ax, 7.48, 0.5, 'der kleine Hund\nschläft', 9, ha='right', va='center')
     for x, y, text in [(3.45, 3.02, 'batches of ids'), (2.76, 0.62, 'ids'), (4.78, 0.62, 'ids'), (3.16, 1.05, 'sizes'),
                        (3.85, 0.2, 'same vocabulary'), (2.42, 1.05, 'vocabulary'), (4.45, 1.25, 'weights'),
-                       (5.65, 1.05, 'search settings, if any'),
-                       (4.0, 2.54, 'sizes'), (5.9, 2.54, 'settings'), (0.67, 1.24, 'for readers')]:
+                       (5.65, 1.05, 'search settings, if any'), (4.0, 2.54, 'sizes'), (5.9, 2.54, 'settings')]:
         label(ax, x, y, text, 8.5)
 
 def networks(n: int = 3) -> None:
