@@ -2,8 +2,8 @@
 
 """Command line: train, evaluate, translate and inspect from a shell; know which setting wins."""
 
-__all__ = ['COMMANDS', 'DECIDING', 'PROGRAM', 'EXAMPLE', 'NO_MEMORY', 'choose_command', 'command_class', 'with_file',
-           'parse_values', 'parse', 'save_config', 'run', 'as_typed', 'is_out_of_memory', 'main']
+__all__ = ['COMMANDS', 'DECIDING', 'PROGRAM', 'EXAMPLE', 'NO_MEMORY', 'choose_command', 'command_class', 'preset_options',
+           'with_file', 'parse_values', 'parse', 'save_config', 'run', 'as_typed', 'is_out_of_memory', 'main']
 
 import contextlib
 import difflib
@@ -70,13 +70,20 @@ def command_class(name: str) -> type[Command]:
     module, class_name, _ = COMMANDS[name]
     return getattr(importlib.import_module(f'.{module}', 'annotated_transformer'), class_name)
 
+def preset_options() -> set[str]:
+    "Return the names of the options that a preset sets: those in which the presets differ."
+    from annotated_transformer.transformer import PRESETS # imports PyTorch
+    sizes = [vars(preset) for preset in PRESETS.values()]
+    return {name for name in sizes[0] if len({size[name] for size in sizes}) > 1}
+
 def with_file(command: type[Command], typed: dict, from_file: dict) -> dict[str, Option]:
     "Return a command's options, with the defaults that a configuration file and the typed options decide."
     deciding = {name: from_file[name] for name in DECIDING if from_file.get(name) is not None}
     file_alone = command.options(deciding)
     options = command.options(deciding | typed)
+    decided = preset_options() if 'preset' in typed else set()
     for name, value in from_file.items():
-        if options[name].default == file_alone[name].default:
+        if name not in decided and options[name].default == file_alone[name].default:
             options[name] = replace(options[name], default=value)
     return options
 

@@ -217,6 +217,14 @@ def test_a_saved_configuration_gives_the_same_command(tmp_path, run, fails):
     assert (changed.run.model.dropout, changed.run.model.d_model, changed.run.model.norm) == (0.2, 512, 'post')
 
 
+def test_a_typed_preset_replaces_sizes_even_those_that_the_files_recipe_would_choose(tmp_path, run):
+    path = tmp_path / 'c.json'
+    run('train', '--tsv', 'x.tsv', '--d-model', '32', '--norm', 'post', '--save-config', path)
+    assert parse(['train', '--config', str(path)]).run.model.d_model == 32
+    typed = parse(['train', '--config', str(path), '--preset', 'tiny']) # also the preset of the recipe
+    assert (typed.run.model.d_model, typed.run.model.norm) == (128, 'post')
+
+
 def test_a_run_can_be_a_configuration(trained):
     of_run = parse(['train', '--config', str(trained / 'run.json')])
     assert asdict(of_run.run)['model']['d_model'] == 32 and of_run.run.corpus.tsv == trained.parent / 'pairs.tsv'
