@@ -448,7 +448,8 @@ def test_one_shard_is_mapped_at_a_time(prepared, monkeypatch):
     pairs = PreparedPairs(prepared[0])
     found, _ = pairs.read(rows)
     assert len(mapped) == 4 and max(mapped) <= 2 # the next one is opened before the last one is closed
-    assert as_lists(found) == [as_lists(pairs)[i] for i in rows]
+    everything = as_lists(pairs)
+    assert as_lists(found) == [everything[i] for i in rows]
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
