@@ -153,7 +153,7 @@ def train_step(
     if not math.isfinite(mean_loss):
         raise FloatingPointError(f'the loss is {mean_loss} at learning rate {lr:.2e}')
     if not math.isfinite(grad_norm):
-        raise FloatingPointError(f'the gradient norm is {grad_norm:.0f} at learning rate {lr:.2e}')
+        raise FloatingPointError(f'the gradient norm is {grad_norm:g} at learning rate {lr:.2e}, loss {mean_loss:.3f}')
     set_lr(optimizer, lr)
     optimizer.step()
     return mean_loss

@@ -29,7 +29,7 @@ TOKENIZED = ('--recipe multi30k-en-de --corpus files --pair en-de '
              '--val-src {data}/multi30k-tok/val.lc.norm.tok.en.gz --val-tgt {data}/multi30k-tok/val.lc.norm.tok.de.gz '
              '--test-src {data}/multi30k-tok/test_2016_flickr.lc.norm.tok.en.gz '
              '--test-tgt {data}/multi30k-tok/test_2016_flickr.lc.norm.tok.de.gz')
-RAW = '--recipe multi30k-{pair} --data-dir {data}/multi30k'
+RAW = '--recipe multi30k-en-de --data-dir {data}/multi30k'
 BATCHES = '--max-tokens 4096 --max-epochs 45 --save-every 300 --average-checkpoints 5 --val-sentences 200'
 R_DROP = '--r-drop 5 --compile-loss'
 SETTINGS = { # of the published size: a Transformer of width 128
@@ -55,8 +55,7 @@ def all_runs() -> list[Run]:
     for seed in SEEDS:
         for name, options in SETTINGS.items():
             found.append(Run(f'gpu-{name}-seed{seed}', f'{TOKENIZED} {BATCHES} {options} --seed {seed}', ('test',)))
-        options = RAW.replace('{pair}', 'en-de')
-        found.append(Run(f'gpu-en-de-wide-seed{seed}', f'{options} {BATCHES} {R_DROP} {WIDE} --seed {seed}', both))
+        found.append(Run(f'gpu-en-de-wide-seed{seed}', f'{RAW} {BATCHES} {R_DROP} {WIDE} --seed {seed}', both))
     return found
 
 def start_sharing() -> bool:
@@ -132,12 +131,13 @@ def n_steps(folder: Path) -> int:
     rows = [json.loads(line) for line in lines if line.endswith('}')]
     return max((row['step'] for row in rows), default=0)
 
-def rates(all_runs: list[Run], args: argparse.Namespace) -> None:
+def rates(runs: list[Run], args: argparse.Namespace) -> None:
     "Print the steps per second of several runs at the same time, once all have taken some steps."
     for jobs in args.jobs:
-        runs = all_runs[:jobs]
-        folders = [args.runs / run.name for run in runs]
-        processes = [start(run, args, f'--overwrite --log-every 5 --save-every 100000 {args.more}') for run in runs]
+        together = runs[:jobs]
+        folders = [args.runs / run.name for run in together]
+        processes = [start(run, args, f'--overwrite --log-every 5 --save-every 100000 {args.more}')
+                     for run in together]
         start_time = time.monotonic()
         while time.monotonic() - start_time < args.wait and min(map(n_steps, folders)) < WARM_UP:
             time.sleep(0.5)
