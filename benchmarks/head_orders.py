@@ -2,15 +2,18 @@
 """Remove heads of the shipped toy model in several orders, and train gates with several seeds:
 results/head-orders.json, which the page on pruning heads plots.
 
-    python benchmarks/head_orders.py        # about ten minutes of one core
+    python benchmarks/head_orders.py        # about 13 minutes of one core
 
 `orders`: for each order and number of removed heads, which test sentences are still translated exactly right
-(a string of 0 and 1). Importance is measured on training sentences; the random orders differ by their seed.
+(a string of 0 and 1). Importance is measured on the first training sentences, except by *other sentences*; *one by
+one* measures again after each removal. The random orders differ by their seed. `losses`: the same models' loss on
+the test sentences, in nats per token. `removed_heads`: the orders, the first removed head first.
 `gates`: for each seed and penalty for an open head, the share of exact translations
 
 - `learned`: of the model that was trained with gates,
 - `by_gates_trained`: with the heads that the gates left open, but trained from the original weights, without gates,
-- `by_gradient_trained`, `random_trained`: the same with as many heads, chosen by gradient or at random,
+- `by_ablation_trained`, `by_gradient_trained`, `random_trained`: the same with as many heads, chosen by zero
+  ablation, by gradient or at random,
 - `by_gradient`: with the heads chosen by gradient, without training.
 
 All training takes the same number of steps on the same batches.
@@ -41,8 +44,8 @@ def exact(translator: Translator, model, pairs) -> str:
 def share(bits: str) -> float:
     return round(bits.count('1') / len(bits), 4)
 
-def batches(translator: Translator, n: int, max_tokens: int, **options) -> list:
-    pairs = [(pair.src, pair.tgt) for pair in toy_ende('train', n=n)]
+def batches(translator: Translator, pairs, max_tokens: int, **options) -> list:
+    pairs = [(pair.src, pair.tgt) for pair in pairs]
     ids = encode_pairs(pairs, translator.tokenizer, translator.tokenizer.langs)
     return list(BatchLoader(ids, max_tokens, **options).epoch(0))
 
@@ -51,21 +54,37 @@ def shuffled(heads: list, seed: int) -> list:
     random.Random(seed).shuffle(order)
     return order
 
+def label(head) -> str:
+    "Name a head as the page does, such as 'cross 1.2'."
+    return f'{head.kind} {head.layer}.{head.number}'
+
+def one_by_one(model, n: int, measure) -> list:
+    "Remove the head whose ablation costs least, measure the others again, and so on; return the removed heads."
+    removed = []
+    for _ in range(n):
+        worth = leave_one_out(model, measure)
+        removed.append(min(worth, key=worth.get))
+        model = prune_heads(model, removed[-1:])
+    return removed
+
 def measure_gates(translator, args) -> list[dict]:
     "Return a row for each seed and penalty."
     model = translator.model
     heads = heads_of(model)
-    importance = gradient_importance(model, batches(translator, args.pairs, 2048, shuffle=False))
-    by_gradient = sorted(heads, key=importance.get)
+    some = batches(translator, toy_ende('train', n=args.pairs), 2048, shuffle=False)
+    by_gradient = sorted(heads, key=gradient_importance(model, some).get)
+    by_ablation = sorted(heads, key=leave_one_out(model, lambda model: validate(model, some)).get)
+    train = toy_ende('train', n=20_000)
     pairs = toy_ende('test', n=args.sentences)
     rows = []
     for seed in range(1, args.seeds + 1):
-        steps = batches(translator, 20_000, args.max_tokens, seed=seed)[:args.steps]
+        steps = batches(translator, train, args.max_tokens, seed=seed)[:args.steps]
         for penalty in args.penalties:
             learned = tune_gates(model, steps, heads, penalty, seed=seed)
             kept = heads_of(learned)
             n_removed = len(heads) - len(kept)
-            removed = {'by_gates': [head for head in heads if head not in kept], 'by_gradient': by_gradient[:n_removed],
+            removed = {'by_gates': [head for head in heads if head not in kept],
+                       'by_ablation': by_ablation[:n_removed], 'by_gradient': by_gradient[:n_removed],
                        'random': shuffled(heads, seed)[:n_removed]}
             row = {'seed': seed, 'penalty': penalty, 'kept': len(kept),
                    'learned': share(exact(translator, learned, pairs))}
@@ -78,28 +97,37 @@ def measure_gates(translator, args) -> list[dict]:
     return rows
 
 def measure_orders(translator, args) -> dict:
-    "Return {order: {heads removed: bits}}."
+    "Return {part of the record: {order: its results}}."
     model = translator.model
     heads = heads_of(model)
-    some = batches(translator, args.pairs, 2048, shuffle=False)
+    train = list(toy_ende('train', n=2 * args.pairs))
+    some = batches(translator, train[:args.pairs], 2048, shuffle=False)
+    others = batches(translator, train[args.pairs:], 2048, shuffle=False)
     outputs = head_outputs(model, some)
     def loss(model):
         return validate(model, some)
     gradient = gradient_importance(model, some)
     draws = [leave_one_out(model, loss, 'resample', outputs, seed) for seed in range(args.draws)]
     resample = {head: statistics.mean(draw[head] for draw in draws) for head in heads}
+    on_others = leave_one_out(model, lambda model: validate(model, others))
     orders = {'gradient': sorted(heads, key=gradient.get),
               'gradient, normalized': sorted(heads, key=normalized(gradient).get),
               'gradient, largest first': sorted(heads, key=gradient.get, reverse=True),
               'zero ablation': sorted(heads, key=leave_one_out(model, loss).get),
+              'zero ablation, other sentences': sorted(heads, key=on_others.get),
+              'zero ablation, one by one': one_by_one(model, max(args.removed), loss),
               'resample ablation': sorted(heads, key=resample.get)}
     for seed in range(args.random):
         orders[f'random {seed}'] = shuffled(heads, seed)
     pairs = toy_ende('test', n=args.sentences)
-    found = {}
+    test = batches(translator, pairs, 2048, shuffle=False)
+    found = {'orders': {}, 'losses': {}, 'removed_heads': {}}
     for name, order in orders.items():
-        found[name] = {n: exact(translator, prune_heads(model, order[:n]), pairs) for n in args.removed}
-        print(name, {n: share(bits) for n, bits in found[name].items()}, flush=True)
+        models = {n: prune_heads(model, order[:n]) for n in args.removed}
+        found['orders'][name] = {n: exact(translator, smaller, pairs) for n, smaller in models.items()}
+        found['losses'][name] = {n: round(validate(smaller, test), 4) for n, smaller in models.items()}
+        found['removed_heads'][name] = [label(head) for head in order]
+        print(name, {n: share(bits) for n, bits in found['orders'][name].items()}, flush=True)
     return found
 
 def arguments():
@@ -124,8 +152,8 @@ def main():
     start = time.process_time()
     translator = Translator.load(device='cpu')
     settings = {name: value for name, value in vars(args).items() if name != 'out'}
-    record = about() | {'name': 'head-orders', 'settings': settings, 'gates': measure_gates(translator, args),
-                        'orders': measure_orders(translator, args)}
+    record = about() | {'name': 'head-orders', 'settings': settings, 'gates': measure_gates(translator, args)}
+    record |= measure_orders(translator, args)
     record['cpu_seconds'] = round(time.process_time() - start)
     atomic_write(args.out, to_json(record))
 

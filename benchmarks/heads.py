@@ -12,7 +12,7 @@ without it. BLEU is always of the first sentences of `val`, decoded greedily. `c
 order of importance, of one kind or of all, and nothing is trained; for comparison the most important first. `gates`:
 learned gates, at several prices of an open head; beside them, as many heads by the gradient's choice, trained for
 as many steps on the same batches. `speed`: seconds of the processor, the whole model and smaller ones in turn;
-the median of each round's ratios.
+the median of each round's ratios, and the range of the middle half of the rounds.
 """
 import argparse
 import json
@@ -159,7 +159,9 @@ def speed(run, metrics):
         rounds = [{kept: seconds(lambda: work(model)) for kept, model in models.items()}
                   for _ in range(run.args.repeats)]
         for kept in models:
-            found[kept][task] = round(statistics.median(r[n] / r[kept] for r in rounds), 3)
+            ratios = sorted(r[n] / r[kept] for r in rounds)
+            found[kept][task] = round(statistics.median(ratios), 3)
+            found[kept][f'{task}_middle_half'] = [round(ratios[len(ratios) * i // 4], 3) for i in (1, 3)]
             found[kept][f'{task}_seconds'] = round(statistics.median(r[kept] for r in rounds), 4)
     for kept, row in found.items():
         print(kept, row, flush=True)
