@@ -193,7 +193,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(onnx_export, 'export_onnx', lambda *arguments: calls.append(arguments))
     Export(SHIPPED, to='onnx', out=tmp_path / 'out', attention_weights=True)()
     assert calls == [(SHIPPED, tmp_path / 'out', True)] and 'is written' in capsys.readouterr().out
-    with pytest.raises(ValueError, match='an option of ctranslate2: onnx stores float32'):
+    with pytest.raises(ValueError, match='only available with --to ctranslate2: onnx stores float32'):
         Export(SHIPPED, to='onnx', out=tmp_path / 'out', quantization='int8')()
-    with pytest.raises(ValueError, match='--attention-weights is an option of onnx'):
+    with pytest.raises(ValueError, match='--attention-weights is only available with --to onnx'):
         Export(SHIPPED, to='marian', out=tmp_path / 'out', attention_weights=True)()
