@@ -50,9 +50,11 @@ BAD = {'empty': (b'', 'is empty'), 'blank': (b'\n\n  \n', 'is empty'),
        'nul': (b'ein\nzwei\nd\0rei\n', 'line 3: a NUL'),
        'bare return': (b'ein\nzw\rei\n', 'line 2: a carriage return'),
        'old mac': (b'ein\rzwei\r', 'line 1: a carriage return'),
-       'surrogate': (b'ein\n\xed\xa0\x80\n', 'line 2: not UTF-8')}
+       'surrogate': (b'ein\n\xed\xa0\x80\n', 'line 2: not UTF-8'),
+       'truncated': ('ein\nfünf'.encode()[:-3], 'line 2: not UTF-8 .*the file may be truncated')}
 OTHER = {'utf-16': ('ein\nzwei\n'.encode('utf-16'), 'is UTF-16 text'),
-         'excel': (b'PK\x03\x04rest', 'zip archive or an Excel file')}
+         'excel': (b'PK\x03\x04rest', 'zip archive or an Excel file'),
+         'zstd': (b'\x28\xb5\x2f\xfdrest', 'a zstd archive')}
 
 @pytest.mark.parametrize('kind', [kind for kind in BAD if kind != 'blank'])
 @pytest.mark.parametrize('gz', [False, True])
@@ -701,6 +703,11 @@ def test_a_damaged_cache_is_downloaded_again(net):
         path.write_bytes(data)
         assert len(load_corpus('multi30k')['val']) == 2
         assert path.read_bytes() == FILES['val.en.gz']
+
+@pytest.mark.parametrize('split, lang', [('val', 'cs'), ('test', 'de')])
+def test_unknown_files_of_multi30k_are_named(split, lang):
+    with pytest.raises(ValueError, match=f"has no '{split}' in '{lang}': choose a split of train, val"):
+        downloads.read_multi30k(split, lang)
 
 @needs_pooch
 def test_no_network(net, monkeypatch):

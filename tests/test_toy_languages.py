@@ -10,8 +10,9 @@ from itertools import product
 
 import pytest
 
+from annotated_transformer import toy_words
 from annotated_transformer.toy_grammar import (
-    GERMAN_COMMA, NOTHING, Draft, be_clause, join_phrases, main_clause, make_clause, noun_phrase,
+    GERMAN_COMMA, NOTHING, Draft, be_clause, english_words, join_phrases, main_clause, make_clause, noun_phrase,
     prepositional_phrase, pronoun, split_words, subordinate_clause, to_text)
 from annotated_transformer.toy_languages import (
     LONGEST, PHENOMENA, SPLITS, ToyPair, copy_pairs, is_held_out, make_pair, split_of, text_hash, toy_ende, toy_pairs)
@@ -499,6 +500,22 @@ def test_phenomena_are_what_they_say(everything):
 
 
 # --- the functions
+
+def test_only_not_and_cannot_carry_the_link_of_the_negation():
+    words = english_words('does not notice', (1,), (2,)) + english_words('cannot', (3,), (2,))
+    assert [word.links for word in words] == [(1,), (2,), (1,), (3, 2)]
+
+def test_every_kind_is_known_to_nouns_and_to_other_tables():
+    "A kind with a spelling mistake raises no error: the noun is never chosen."
+    used = {kind for adjective in ALL_ADJECTIVES for kind in adjective.kinds} | set(toy_words.UNSUITED)
+    used |= {row[4] for row in toy_words.read_table(toy_words.PREPOSITIONS)}
+    for line in filter(None, (toy_words.INTRANSITIVE_VERBS + toy_words.TRANSITIVE_VERBS).splitlines()):
+        _, _, subjects, objects, places = line.split('|')
+        used |= set(subjects.split()) | set(objects.split()) - {'dat', 'acc', 'liked'}
+        assert {name.strip('!') for name in places.split()} <= {'', 'home', *PLACE_PREPOSITIONS}
+    of_nouns = {kind for noun in NOUNS for kind in noun.kinds}
+    assert used - of_nouns == {'feels'}                     # marks adjectives
+    assert of_nouns - used == {'he', 'she', 'it', 'mass'}   # read by the grammar
 
 def test_seeds_and_sizes():
     assert toy_ende('val', n=7) == toy_ende('val')[:7]
