@@ -121,8 +121,7 @@ def multi30k_file(split: str, lang: str, data_dir: str | Path | None = None) -> 
     raise FileNotFoundError(f'{data_dir} has neither {name} nor {plain.name}')
 
 def read_multi30k(split: str, lang: str, data_dir: str | Path | None = None) -> list[str]:
-    """Return the lines of one side of a split. Raises what `multi30k_file` raises, and ValueError for a wrong number
-    of lines.
+    """Read one side of a split. Raises what `multi30k_file` raises, and ValueError for a wrong number of lines.
 
     :param data_dir: a folder with the files; by default they are downloaded
     """

@@ -199,7 +199,7 @@ def prepositional_phrase(draft: Draft, preposition: Preposition, inner: NounPhra
 NOTHING = Phrase([], [])
 
 def agreement(subject: NounPhrase) -> int:
-    "Return the index of the finite verb form: 0 for I, 1 for he, she, it and singular nouns, 2 for we, they and plurals."
+    "Return the index of the finite verb form: 0 for I, 1 for he, she, it and singulars, 2 for we, they and plurals."
     return {'I': 0, 'we': 2, 'they': 2}.get(subject.person, 1)
 
 def german_present(verb: Verb, form: int) -> str:
