@@ -64,21 +64,27 @@ def test_your_own_data_is_on_the_front_page():
 
 
 def test_results_are_those_of_the_records():
-    seeds = [record(name) for name in ('multi30k-en-de', 'multi30k-en-de-seed2', 'multi30k-en-de-seed3')]
-    for cells in rows('Multi30k EN-DE'):
-        bleus = [found['scores'][cells[1].strip('`')]['bleu'] for found in seeds]
-        assert cells[2] == f'{statistics.mean(bleus):.2f} ± {statistics.stdev(bleus):.2f} (3 seeds)'
-        assert cells[3] == f"{seeds[0]['metrics']['parameters']:,}"
-    wide = [record(f'gpu-en-de-wide-seed{seed}') for seed in (1, 2, 3)]
-    (cells,) = rows('Multi30k EN-DE, wider model')
-    bleus = [found['scores']['test_2016_flickr']['bleu'] for found in wide]
-    assert cells[2] == f'{statistics.mean(bleus):.2f} ± {statistics.stdev(bleus):.2f} (3 seeds)'
+    for task, names in {'Multi30k EN-DE': ['multi30k-en-de', 'multi30k-en-de-seed2', 'multi30k-en-de-seed3'],
+                        'Multi30k EN-DE, wider, R-Drop': [f'gpu-en-de-wide-seed{i}' for i in (1, 2, 3)]}.items():
+        found = [record(name) for name in names]
+        assert {cells[1].strip('`') for cells in rows(task)} == {'test_2016_flickr', 'test_2017_mscoco'} # both, always
+        for cells in rows(task):
+            scores = [each['scores'][cells[1].strip('`')] for each in found]
+            bleus = [score['bleu'] for score in scores]
+            over_sentences = statistics.mean(score['bleu_half_width'] for score in scores)
+            half_width = 4.3027 * statistics.stdev(bleus) / 3 ** 0.5 # Student's, two degrees of freedom
+            assert cells[2:5] == [f'{statistics.mean(bleus):.2f}', f'± {half_width:.1f} (3 seeds)',
+                                  f'± {over_sentences:.1f}']
+            assert cells[5] == f"{found[0]['metrics']['parameters']:,}"
+    assert 'NVIDIA' in found[0]['versions']['device']
+    assert all(cells[6].endswith('shared H200') for cells in rows('Multi30k EN-DE, wider, R-Drop'))
     singles = {'Multi30k DE-EN': 'multi30k-de-en', 'Multi30k EN-FR': 'multi30k-en-fr',
                'toy EN-DE (`make demo`)': 'toy-en-de-demo'}
     for task, name in singles.items():
         (cells,) = rows(task)
-        assert cells[2].split(' ± ')[0] == f"{record(name)['scores'][cells[1].strip('`')]['bleu']:.2f}"
-        assert cells[5] == f'[{name}](benchmarks/results/{name}.json)'
+        assert cells[2] == f"{record(name)['scores'][cells[1].strip('`')]['bleu']:.2f}"
+        assert cells[3] == '–'
+        assert cells[7] == f'[{name}](benchmarks/results/{name}.json)'
 
 
 def test_readme_is_short():
