@@ -4,13 +4,13 @@
 fail on long sentences."""
 
 __all__ = ['RELATIVE_POSITIONS', 'rotate', 'RotaryAttention', 'alibi_slopes', 'offsets', 'AlibiAttention', 'RelativeConfig',
-           'without_positions', 'attention_functions', 'RelativeTransformer']
+           'without_positions', 'rotary_functions', 'alibi_functions', 'directional_alibi_functions',
+           'RelativeTransformer']
 
 import copy
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -115,12 +115,13 @@ class AlibiAttention:
             weights = weights.masked_fill(~mask, 0)
         return weights @ value, weights
 
-RELATIVE_POSITIONS = ('rotary', 'alibi', 'directional-alibi')
-
 @dataclass(frozen=True)
 class RelativeConfig(TransformerConfig):
-    "The sizes of a Transformer with positions inside self-attention. Raises ValueError as TransformerConfig does."
-    positions: Literal['rotary', 'alibi', 'directional-alibi'] = 'rotary'
+    """The sizes of a Transformer with positions inside self-attention. Raises ValueError as TransformerConfig does.
+
+    :param positions: a key of `RELATIVE_POSITIONS`
+    """
+    positions: str = 'rotary'
 
     def __post_init__(self):
         without_positions(self) # TransformerConfig checks all other fields
@@ -142,25 +143,33 @@ def without_positions(config: 'RelativeConfig') -> TransformerConfig:
     "The same sizes without positions."
     return TransformerConfig(**{**asdict(config), 'positions': 'none'})
 
-def attention_functions(config: RelativeConfig) -> tuple[Callable, Callable]:
-    """Return the attention functions that a kind of relative positions needs.
+def rotary_functions(config: RelativeConfig) -> tuple[Callable, Callable]:
+    "The same rotation in encoder and decoder."
+    rotary = RotaryAttention(config.head_size, config.max_len)
+    return rotary, rotary
 
-    :return: of the encoder's and of the decoder's self-attentions
-    """
-    if config.positions == 'rotary':
-        rotary = RotaryAttention(config.head_size, config.max_len)
-        return rotary, rotary
+def alibi_functions(config: RelativeConfig) -> tuple[Callable, Callable]:
+    "The same bias in encoder and decoder."
+    symmetric = AlibiAttention(config.n_heads)
+    return symmetric, symmetric
+
+def directional_alibi_functions(config: RelativeConfig) -> tuple[Callable, Callable]:
+    "One-sided heads in the encoder only."
     symmetric = AlibiAttention(config.n_heads) # in the decoder, the causal mask hides the right side
-    if config.positions == 'alibi':
-        return symmetric, symmetric
     return AlibiAttention(config.n_heads, directional=True), symmetric
+
+RELATIVE_POSITIONS = { # config -> attention functions of the encoder's and of the decoder's self-attentions
+    'rotary': rotary_functions,
+    'alibi': alibi_functions,
+    'directional-alibi': directional_alibi_functions,
+}
 
 class RelativeTransformer(Transformer):
     "A Transformer whose self-attentions know relative positions; nothing is added to the embeddings."
     def __init__(self, config: RelativeConfig):
         super().__init__(without_positions(config))
         self.config = config
-        in_encoder, in_decoder = attention_functions(config)
+        in_encoder, in_decoder = RELATIVE_POSITIONS[config.positions](config)
         for layer in self.encoder.layers:
             layer.self_attention.attention_fn = in_encoder
         for layer in self.decoder.layers:

@@ -303,8 +303,8 @@ class Finisher(Validator):
             self.validate_and_save()
         if self.processes.is_main_process:
             self.remove_checkpoints()
-            candidates = self.candidates()
-            chosen = candidates[self.choose(candidates)]
+            weights = self.candidates()
+            chosen = weights[self.choose(weights)]
             self.save(copy_weights(self.model, chosen).eval(), self.out)
         self.processes.broadcast_parameters(self.model)
         return self.model.eval()

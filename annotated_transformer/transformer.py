@@ -7,7 +7,7 @@ __all__ = ['POSITIONS', 'PRESETS', 'TransformerConfig', 'Transformer', 'check_co
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ class TransformerConfig:
     :param d_v: dimension of a head's values (default: d_model / n_heads)
     :param dropout: on each sublayer's output and on embedding + position (section 5.4)
     :param norm: layer norm after each residual addition; 'pre': before each sublayer
-    :param positions: see section 3.5
+    :param positions: a key of `POSITIONS` (section 3.5)
     :param max_len: maximum number of positions in a sequence
     :param tied: both embeddings and the output layer share one matrix (section 3.4)
     """
@@ -45,7 +45,7 @@ class TransformerConfig:
     d_v: int | None = None
     dropout: float = 0.1
     norm: Norm = 'post'
-    positions: Literal['sinusoidal', 'learned', 'none'] = 'sinusoidal'
+    positions: str = 'sinusoidal'
     max_len: int = 512
     tied: bool = True
 

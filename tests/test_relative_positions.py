@@ -1,5 +1,6 @@
 "Rotary positions and ALiBi equal independent implementations, and know distance and direction as they should."
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from annotated_transformer.checkpoints import load_model, save_model
 from annotated_transformer.checks import check_transformer
 from annotated_transformer.inference import DecodingConfig
 from annotated_transformer.positions import sinusoids
+from annotated_transformer.recipe import model_config
 from annotated_transformer.relative_positions import (
     RELATIVE_POSITIONS, AlibiAttention, RelativeConfig, RelativeTransformer, RotaryAttention, alibi_slopes, rotate)
+from annotated_transformer.transformer import PRESETS, Transformer, TransformerConfig
 from annotated_transformer.vocabulary import BOS, EOS, PAD
 
 SIZES = {'vocab_size': 23, 'n_layers': 2, 'd_model': 16, 'd_ff': 28, 'n_heads': 4, 'dropout': 0.0, 'max_len': 24}
@@ -175,7 +178,28 @@ def test_folders_load(positions, tmp_path):
     assert_close(loaded(SRC, TGT), model(SRC, TGT), rtol=0, atol=0)
 
 
+# --- the registry
+
+def test_one_line_registers_a_kind_of_relative_positions(monkeypatch):
+    "It is not taken for one of the others."
+    def twice(query, key, value, mask=None):
+        output, weights = attention(query, key, value, mask)
+        return 2 * output, weights
+    monkeypatch.setitem(RELATIVE_POSITIONS, 'mine', lambda config: (twice, attention))
+    model = new_model('mine')
+    assert [layer.self_attention.attention_fn for layer in model.encoder.layers] == [twice] * 2
+    assert [layer.self_attention.attention_fn for layer in model.decoder.layers] == [attention] * 2
+    assert model_config('toy', positions='mine') == RelativeConfig(**asdict(PRESETS['toy']) | {'positions': 'mine'})
+
+
 # --- errors
+
+def test_unknown_positions_are_refused():
+    with pytest.raises(ValueError, match="'mine' is unknown: choose one of rotary, alibi, directional-alibi"):
+        RelativeConfig(**SIZES, positions='mine')
+    with pytest.raises(ValueError, match="'rotary' is unknown: choose one of sinusoidal, learned, none"):
+        Transformer(TransformerConfig(**SIZES, positions='rotary'))
+
 
 def test_impossible_sizes_are_refused():
     with pytest.raises(ValueError, match='d_k=5 is odd: rotary positions rotate pairs'):
