@@ -2,9 +2,9 @@
 
 """The Hugging Face Hub: publish a model folder and load it anywhere, by its name."""
 
-__all__ = ['FILES', 'USE', 'SCORES_NOTE', 'DATA_NOTE', 'TRAINING_NOTE', 'CARD_END', 'n_weights', 'table', 'score_rows',
-           'data_rows', 'model_card', 'has_own_card', 'write_model_card', 'hub_client', 'hub_errors', 'check_name',
-           'download_folder', 'upload_folder']
+__all__ = ['FILES', 'USE', 'SCORES_NOTE', 'TOY_NOTE', 'DATA_NOTE', 'TRAINING_NOTE', 'CARD_END', 'n_weights', 'table', 'metadata',
+           'commands_folder', 'usage', 'scores', 'data_rows', 'training_rows', 'model_card', 'has_own_card',
+           'write_model_card', 'hub_client', 'hub_errors', 'check_name', 'download_folder', 'upload_folder']
 
 import math
 import re
@@ -25,53 +25,88 @@ FILES = ('config.json', 'model.safetensors', 'tokenizer.json', 'training.json') 
 USE = '''```python
 from annotated_transformer.translator import Translator
 
-translator = Translator.from_pretrained('{name}') # this folder, or its name on the Hub
+translator = Translator.{load}
 translator.translate('A sentence.')
 ```
 
 ```sh
 {download}annotated-transformer translate --model {folder} "A sentence."
 ```'''
-SCORES_NOTE = 'The weights and the settings were chosen on `val`, so its scores are optimistic.'
+SCORES_NOTE = 'Weights and hyperparameters were chosen on `val`, so its scores are too high.'
+TOY_NOTE = ('`test_combinations` has words that training never combines, and `test_long` has sentences that are longer '
+            'than any in training.')
 DATA_NOTE = ('**Licence:** the data decides what others may do with this model. Its licence is not known here: add it, '
              'with `license:` in the first lines.')
-TRAINING_NOTE = 'Train it again on the same data: `annotated-transformer train --config training.json --out FOLDER`'
-
+TRAINING_NOTE = ('Train it again on the same data: '
+                 '`annotated-transformer train --config {folder}/training.json --out FOLDER`')
 CARD_END = '<!-- Written by annotated_transformer, with the model. Delete this line to keep your changes. -->'
 
 def n_weights(path: Path) -> int:
-    """The number of weights in a file, from its header alone.
+    """Return the number of weights in a file. Reads its header, not the weights.
 
     :param path: a safetensors file
     """
+    n = 0
     with safe_open(path, framework='numpy') as file:
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+        for name in file.keys():
+            n += math.prod(file.get_slice(name).get_shape())
+    return n
 
 def table(
     header: Sequence[str],
     rows: Iterable[Sequence[Any]],
 ) -> str:
-    "A table in Markdown."
+    "Return a table in Markdown."
     lines = [header, ['---'] * len(header), *rows]
     return '\n'.join('| ' + ' | '.join(str(value) for value in line) + ' |' for line in lines)
 
-def score_rows(training: dict) -> tuple[list[list[str]], list[str]]:
-    """A row for each test set that the model was scored on, and how sacreBLEU computed the scores.
+def metadata(langs: Sequence[str]) -> str:
+    """Return the first lines of a card, which the Hub reads as settings.
+
+    :param langs: source and target, or none
+    """
+    lines = ['---']
+    if langs:
+        lines += ['language:', *(f'- {lang}' for lang in langs)]
+    lines += ['library_name: annotated_transformer', 'pipeline_tag: translation', '---']
+    return '\n'.join(lines)
+
+def commands_folder(folder: Path, repo_id: str | None) -> str:
+    "Return the folder that the commands of a card name."
+    if repo_id is not None:
+        return repo_id.split('/')[-1] # where the card's first command downloads the model
+    return folder.name if folder.is_absolute() else folder.as_posix()
+
+def usage(folder: str, repo_id: str | None) -> str:
+    """Return the commands that use a model.
+
+    :param folder: that the commands name
+    :param repo_id: the model's name on the Hub
+    """
+    if repo_id is None:
+        return USE.format(load=f"load('{folder}')", folder=folder, download='')
+    return USE.format(load=f"from_pretrained('{repo_id}')", folder=folder,
+                      download=f'hf download {repo_id} --local-dir {folder}\n')
+
+def scores(training: dict) -> list[str]:
+    """Describe the scores on each test set, and how sacreBLEU computed them.
 
     :param training: content of training.json
-    :return: rows, signatures
+    :return: paragraphs
     """
     rows = []
-    signatures = []
     for name in ('val', 'test', 'test_combinations', 'test_long'):
         if name in training:
-            scores = training[name]
-            rows.append([name, str(scores['sentences']), f'{scores["bleu"]:.2f}', f'{scores["chrf"]:.2f}'])
-            signatures = [f'BLEU: `{scores["signature"]}`', f'chrF: `{scores["chrf_signature"]}`']
-    return rows, signatures
+            part = training[name] # its signatures are the same for every test set
+            rows.append([name, part['sentences'], f'{part["bleu"]:.2f}', f'{part["chrf"]:.2f}'])
+    if not rows:
+        return ['This model has not been scored: `annotated-transformer evaluate --help` says how.']
+    signatures = f'BLEU: `{part["signature"]}`<br>chrF: `{part["chrf_signature"]}`'
+    note = f'{SCORES_NOTE} {TOY_NOTE}' if 'test_long' in training else SCORES_NOTE
+    return [table(['test set', 'sentences', 'BLEU', 'chrF'], rows), signatures, note]
 
 def data_rows(corpus: dict, files: dict[str, dict]) -> list[tuple[str, Any]]:
-    """What a model was trained on, without the folders of the machine where that happened.
+    """Return the training data of a model: file names, sizes and hashes, without local folders.
 
     :param corpus: settings of the corpus
     :param files: path, size and SHA-256 of each file, by option
@@ -84,12 +119,25 @@ def data_rows(corpus: dict, files: dict[str, dict]) -> list[tuple[str, Any]]:
             rows.append((option, corpus[option]))
     return rows
 
-def model_card(folder: str | Path, name: str | None = None) -> str:
+def training_rows(run: dict, progress: dict) -> list[tuple[str, Any]]:
+    """Return how long a model was trained, and with which settings.
+
+    :param run: settings of the run
+    :param progress: how far it went
+    """
+    rows = [('steps', progress['step']), ('epochs', f'{round(progress.get("epochs", progress["epoch"]), 1):g}'),
+            ('minutes', round(progress['minutes'], 1))]
+    for option in ('max_tokens', 'warmup_steps', 'peak_lr', 'label_smoothing', 'precision', 'seed'):
+        if option in run['training']:
+            rows.append((option, run['training'][option]))
+    return rows
+
+def model_card(folder: str | Path, repo_id: str | None = None) -> str:
     """Describe a model from the files of its folder. Raises FileNotFoundError without a config.json.
 
     :param folder: a model folder
-    :param name: of the model on the Hub; default: the folder's
-    :return: Markdown; the first lines are the Hub's own settings
+    :param repo_id: the model's name on the Hub; None: the card names the folder
+    :return: Markdown
     """
     folder = Path(folder)
     config = read_json(folder / 'config.json')
@@ -97,44 +145,29 @@ def model_card(folder: str | Path, name: str | None = None) -> str:
     run = training.get('run', {})
     corpus = run.get('corpus')
     langs = corpus['pair'].split('-') if corpus else []
-    local_name = folder.name if folder.is_absolute() else folder.as_posix()
-    use = {'name': local_name, 'folder': local_name, 'download': ''}
-    if name is not None: # the command line reads a folder
-        use = {'name': name, 'folder': name.split('/')[-1]}
-        use['download'] = f'hf download {name} --local-dir {use["folder"]}\n'
     languages = f' from {langs[0]} to {langs[1]}' if langs else ''
-    metadata = ['---', *(['language:', *(f'- {lang}' for lang in langs)] if langs else []),
-                'library_name: annotated_transformer', 'pipeline_tag: translation', '---']
-    n_parameters = n_weights(folder / 'model.safetensors')
     version = training.get('versions', {}).get('annotated_transformer', __version__)
-    parts = ['\n'.join(metadata), f'# Translation{languages}',
+    n_parameters = n_weights(folder / 'model.safetensors')
+    local = commands_folder(folder, repo_id)
+    parts = [metadata(langs), f'# Translation{languages}',
              f'A model of {n_parameters:,} parameters, made with annotated_transformer {version}.',
-             '## Use', USE.format(**use), '## Scores']
-    rows, signatures = score_rows(training)
-    if rows:
-        parts += [table(['test set', 'sentences', 'BLEU', 'chrF'], rows), '<br>'.join(signatures), SCORES_NOTE]
-    else:
-        parts.append('This model has not been scored: `annotated-transformer evaluate --help` says how.')
+             '## Use', usage(local, repo_id), '## Scores', *scores(training)]
     if corpus:
         parts += ['## Data', table(['', ''], data_rows(corpus, training.get('data', {}))), DATA_NOTE]
     sizes = [(name, value) for name, value in config.items() if value is not None]
-    parts += ['## Model', table(['setting', 'value'], sizes)]
+    parts += ['## Model', table(['config.json', 'value'], sizes)]
     if run and 'progress' in training:
-        progress = training['progress']
-        settings = {'steps': progress['step'], 'epochs': f'{round(progress.get("epochs", progress["epoch"]), 1):g}',
-                    'minutes': round(progress['minutes'], 1)}
-        chosen = ('max_tokens', 'warmup_steps', 'peak_lr', 'label_smoothing', 'precision', 'seed')
-        settings |= {name: run['training'][name] for name in chosen if name in run['training']}
-        parts += ['## Training', table(['setting', 'value'], settings.items()), TRAINING_NOTE]
+        rows = training_rows(run, training['progress'])
+        parts += ['## Training', table(['setting', 'value'], rows), TRAINING_NOTE.format(folder=local)]
     return '\n\n'.join([*parts, CARD_END]) + '\n'
 
 def has_own_card(folder: Path) -> bool:
-    "Whether somebody has made the model card of a folder their own."
+    "Return whether the model card of a folder was written or edited by hand: it lacks the last line."
     path = folder / 'README.md'
-    return path.exists() and CARD_END not in path.read_text('utf-8')
+    return path.is_file() and CARD_END.encode() not in path.read_bytes()
 
 def write_model_card(folder: str | Path) -> None:
-    """Write README.md into a model folder, unless somebody has made it their own. Raises OSError.
+    """Write README.md into a model folder, unless it was edited by hand. Raises OSError.
 
     :param folder: a model folder
     """
@@ -155,14 +188,15 @@ def hub_client() -> Any:
 
 @contextmanager
 def hub_errors(what: str) -> Iterator[None]:
-    """Turn every error of the hub, the network or the disk into an OSError of one line.
+    """Turn every error of the Hub or the network into an OSError with a one-line message.
 
     :param what: what could not be done: the start of the message
     """
     try:
         yield
-    except Exception as error: # the hub's HTTP library, and with it the exceptions, change between versions
-        reason = next(filter(None, str(error).splitlines()), type(error).__name__)
+    except Exception as error: # the Hub's HTTP library, and with it the exceptions, change between versions
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        reason = lines[0] if lines else type(error).__name__
         raise OSError(f'{what}: {reason}') from error
 
 def check_name(repo_id: str, problem: str) -> None:
@@ -179,7 +213,7 @@ def download_folder(repo_id: str, names: Sequence[str], revision: str | None = N
     :param repo_id: 'owner/name'
     :param names: files to download, and no others
     :param revision: branch, tag or commit; default: the newest
-    :return: a folder in the hub's cache
+    :return: a folder in the Hub's cache
     """
     check_name(repo_id, f'{repo_id} is not a folder here, and')
     try:
@@ -211,11 +245,12 @@ def upload_folder(
     if card is None and has_own_card(folder):
         card = folder / 'README.md'
     content = Path(card).read_text('utf-8') if card else model_card(folder, repo_id)
-    with tempfile.TemporaryDirectory() as copy, hub_errors(f'could not upload {repo_id} to the Hugging Face Hub'):
+    with tempfile.TemporaryDirectory() as copy:
         for name in FILES:
             if (folder / name).is_file():
                 shutil.copy(folder / name, copy)
         atomic_write(Path(copy) / 'README.md', content)
-        address = api.create_repo(repo_id, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repo_id, folder_path=copy, commit_message=message)
+        with hub_errors(f'could not upload {repo_id} to the Hugging Face Hub'):
+            address = api.create_repo(repo_id, private=private, exist_ok=True)
+            api.upload_folder(repo_id=repo_id, folder_path=copy, commit_message=message)
     return str(address)

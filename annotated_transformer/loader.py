@@ -19,7 +19,7 @@ from .batches import Batch, collate
 from .vocabulary import PAD
 
 WINDOW = 1 << 17 # pairs that are sorted together
-BLOCK = 1 << 10  # neighbours in the corpus that stay in one window
+BLOCK = 1 << 10  # consecutive pairs of the corpus that stay in one window
 
 @dataclass
 class PartialBatch(Batch):
@@ -36,12 +36,13 @@ class PartialBatch(Batch):
         return replace(self, src=src, tgt=tgt)
 
     def pin_memory(self) -> 'PartialBatch':
-        "Copy the batch to pinned memory, from which a GPU can copy while it computes."
+        "Copy the batch to pinned memory, from which a copy to a GPU does not block the CPU."
         return replace(self, src=self.src.pin_memory(), tgt=self.tgt.pin_memory())
 
 def make_rng(*numbers: int) -> np.random.Generator:
-    "A random number generator that depends on these numbers alone."
-    return np.random.default_rng(random.Random(' '.join(map(str, numbers))).getrandbits(64))
+    "Return a random number generator that depends on these numbers alone."
+    text = ' '.join(map(str, numbers)) # default_rng([1]) equals default_rng([1, 0]), and takes no negative numbers
+    return np.random.default_rng(random.Random(text).getrandbits(64))
 
 def round_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
     "Round lengths up to a multiple."
@@ -69,7 +70,7 @@ def pad_to(ids: torch.Tensor, n_rows: int, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(ids, missing, value=PAD)
 
 def batch_starts(lengths: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Fill one batch after another.
+    """Cut sorted lengths into batches.
 
     :param lengths: padded lengths, in ascending order
     :param max_tokens: padded tokens of a batch, at most
@@ -78,7 +79,8 @@ def batch_starts(lengths: np.ndarray, max_tokens: int) -> np.ndarray:
     starts = [0]
     while starts[-1] < len(lengths):
         start = starts[-1]
-        ahead = lengths[start:start + max_tokens // lengths[start]] # would fit if none were longer
+        n_candidates = max_tokens // lengths[start] # would fit if all were as short as the first
+        ahead = lengths[start:start + n_candidates]
         sizes = ahead * np.arange(1, len(ahead) + 1)
         starts.append(start + int(np.count_nonzero(sizes <= max_tokens)))
     return np.array(starts)
@@ -96,7 +98,7 @@ def count_batches(counts: np.ndarray, max_tokens: int, multiple: int = 1) -> int
         if n_rows >= capacity: # none of this length fits into the last batch
             n_batches += 1
             n_rows = 0
-        n_full, rest = divmod(n_rows + int(counts[length]) - 1, capacity)
+        n_full, rest = divmod(n_rows + int(counts[length]) - 1, capacity) # -1: a full last batch is not counted yet
         n_batches += n_full
         n_rows = rest + 1
     return n_batches + bool(n_rows)
@@ -121,6 +123,8 @@ def bucket(
 ) -> list[np.ndarray]:
     """`batches.token_batches` for large corpora: sort by the longer side, then by the difference between the sides.
 
+    Raises ValueError for a pair that is longer than `max_tokens`.
+
     :param lengths: tokens of source and target, special tokens included
     :param max_tokens: padded tokens of a batch on either side, at most
     :param rng: shuffles; None: shortest first
@@ -128,9 +132,11 @@ def bucket(
     """
     lengths = lengths.astype(np.int64)
     longer = lengths.max(1)
+    check_longest(int(longer.max(initial=0)), max_tokens, pad_to_multiple_of)
     noise = 0 if rng is None else 3 * rng.random(len(lengths))
     difference = lengths[:, 0] - lengths[:, 1] + noise
-    order = np.lexsort((np.where(longer % 2, difference, -difference), longer))
+    snake = np.where(longer % 2, difference, -difference) # ascends for odd lengths, descends for even ones
+    order = np.lexsort((snake, longer)) # the last key is the first to sort by
     starts = batch_starts(round_up(longer[order], pad_to_multiple_of), max_tokens)
     batches = np.split(order, starts[1:-1]) if len(order) else []
     if rng is None:
@@ -177,7 +183,7 @@ class TrainingLoader:
     """The batches of each epoch, as a function of seed and epoch alone. Each process gets its rows of every batch.
 
     It replaces `batches.BatchLoader` for large corpora, several processes, and epochs that resume in the middle.
-    Raises ValueError for an impossible rank, and for a pair that is longer than `max_tokens`.
+    Raises ValueError for a rank outside [0, world_size), and for a pair that is longer than `max_tokens`.
 
     :param pairs: a list, or `prepared.PreparedPairs`; or a function of the epoch
     :param max_tokens: padded tokens of a batch on either side, at most, over all processes
@@ -205,9 +211,8 @@ class TrainingLoader:
 
     def load(self, epoch: int) -> None:
         "Make `pairs` those of an epoch, and count its batches."
-        if self.loaded_epoch == epoch:
-            return
-        if self.loaded_epoch is not None and not callable(self.source):
+        is_loaded = self.loaded_epoch is not None
+        if is_loaded and (self.loaded_epoch == epoch or not callable(self.source)): # a list is the same in all epochs
             return
         pairs = self.source(epoch) if callable(self.source) else self.source
         self.pairs = pairs if hasattr(pairs, 'read') else PairList(pairs)
@@ -217,15 +222,15 @@ class TrainingLoader:
         self.loaded_epoch = epoch
 
     def __len__(self) -> int:
-        "Number of batches of an epoch, from the lengths alone; each window after the first adds up to one more."
+        "Number of batches of an epoch, from the lengths alone; several windows make a few more."
         if self.loaded_epoch is None:
             self.load(0)
         return self.n_batches
 
-    def windows(self, epoch: int) -> Iterator[tuple]:
+    def read_windows(self, epoch: int) -> Iterator[tuple]:
         """Read one window of an epoch after the other, and batch it by length.
 
-        :return: (rows, pairs, their lengths, batches of indices into the pairs)
+        :return: rows, pairs, lengths, indices of batches
         """
         self.load(epoch)
         for k, rows in enumerate(windows(len(self.pairs), self.seed, epoch, self.shuffle)):
@@ -238,7 +243,7 @@ class TrainingLoader:
 
         :return: indices into the corpus
         """
-        for rows, _, _, batches in self.windows(epoch):
+        for rows, _, _, batches in self.read_windows(epoch):
             for indices in batches:
                 yield rows[indices]
 
@@ -248,7 +253,7 @@ class TrainingLoader:
         :param epoch: counted from 0
         :param start: batches to skip: where an interrupted epoch resumes
         """
-        for _, pairs, lengths, batches in self.windows(epoch):
+        for _, pairs, lengths, batches in self.read_windows(epoch):
             for indices in batches[start:]:
                 yield self.batch(pairs, lengths, indices)
             start = max(0, start - len(batches))
@@ -260,11 +265,11 @@ class TrainingLoader:
         :param lengths: of these pairs
         :param indices: of the batch
         """
-        own = []
+        rows = []
         for i in indices[self.rank::self.world_size].tolist():
             src, tgt = pairs[i]
-            own.append((as_list(src), as_list(tgt)))
-        batch = collate(own)
+            rows.append((as_list(src), as_list(tgt)))
+        batch = collate(rows)
         n_tokens = int(lengths[indices, 1].sum())
         src = batch.src
         tgt = batch.tgt
@@ -278,16 +283,10 @@ class TrainingLoader:
 def to_device(batches: Iterable[Batch], device: torch.device, pin: bool = True) -> Iterator[Batch]:
     """Yield the same batches on a device.
 
-    :param pin: on a GPU, copy the next batch from pinned memory while this one is used
+    :param pin: on a GPU, copy from pinned memory, without blocking the CPU
     """
-    if device.type != 'cuda' or not pin:
-        yield from (batch.to(device) for batch in batches)
-        return
-    waiting = None
     for batch in batches:
-        next_batch = batch.pin_memory().to(device, non_blocking=True)
-        if waiting is not None:
-            yield waiting
-        waiting = next_batch
-    if waiting is not None:
-        yield waiting
+        if pin and device.type == 'cuda':
+            yield batch.pin_memory().to(device, non_blocking=True)
+        else:
+            yield batch.to(device)

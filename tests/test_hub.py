@@ -46,6 +46,8 @@ def test_upload(tmp_path, monkeypatch, private):
     assert (b'hf download me/model --local-dir model\n'
             b'annotated-transformer translate --model model "A sentence."') in hub.files['README.md']
 
+    assert b'train --config model/training.json' in hub.files['README.md']
+
     (tmp_path / 'mine.md').write_text('# My model')
     Translator.load().push_to_hub('me/model', private, 'New weights', card=tmp_path / 'mine.md')
     assert hub.files['README.md'] == b'# My model'
@@ -84,7 +86,8 @@ def test_a_card_says_what_its_files_say(tmp_path):
     assert 'secret' not in card
     training = read_json(SHIPPED / 'training.json')
     n_parameters = sum(p.numel() for p in translator.model.parameters())
-    for fact in (f'{n_parameters:,} parameters', training['val']['signature'], f'{training["test"]["chrf"]:.2f}',
+    for fact in ("Translator.load('mine')", 'train --config mine/training.json',
+                 f'{n_parameters:,} parameters', training['val']['signature'], f'{training["test"]["chrf"]:.2f}',
                  '| n_heads | 4 |', '| seed | 1 |'):
         assert fact in card
 

@@ -465,7 +465,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
         gc.collect()
         tracemalloc.start()
         loader = TrainingLoader(PreparedPairs(folder), 4096)
-        n_rows = sum(len(lengths) for _, _, lengths, _ in loader.windows(0))
+        n_rows = sum(len(lengths) for _, _, lengths, _ in loader.read_windows(0))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert n_rows == len(PreparedPairs(folder)) > 3900 * n_shards

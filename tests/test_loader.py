@@ -36,6 +36,15 @@ def test_batches_are_cut_like_those_of_the_reference():
     assert sum(map(len, bucket(lengths, 256))) == len(lengths)
 
 
+def test_a_pair_that_is_too_long_is_refused():
+    lengths = np.array([(3, 4), (9, 2)])
+    with pytest.raises(ValueError, match='the longest sentence has 9 tokens, more than max_tokens=8'):
+        bucket(lengths, 8)
+    with pytest.raises(ValueError, match='10 when padded to a multiple of 5'):
+        bucket(lengths, 9, pad_to_multiple_of=5)
+    assert bucket(np.zeros((0, 2), dtype=int), 8) == []
+
+
 def test_no_pairs_make_no_batches():
     assert sum(map(len, windows(0))) == 0
     assert len(TrainingLoader([], 256)) == 0 and list(TrainingLoader([], 256).epoch(0)) == []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from annotated_transformer.corpora import CorpusConfig
+from annotated_transformer.hub import CARD_END
 from annotated_transformer.recipe import RunConfig
 from annotated_transformer.run_folder import (
     LOCK, check_model_folder, claim_folder, data_files, differences, is_finished, lock_folder, settings_dict,
@@ -123,7 +124,7 @@ def test_files_of_another_model_are_named(table, tmp_path):
         claim_folder(out, config)
     (out / 'training.json').write_text('{}') # a model that was not trained here has no record of a run
     for call in (lambda: claim_folder(out, config), lambda: is_finished(out, config)):
-        with pytest.raises(ValueError, match='training.json is damaged, or not of this run .*: delete it to resume'):
+        with pytest.raises(ValueError, match='training.json is damaged or belongs to another run .*: delete it to resume'):
             call()
 
     (out / 'training.json').unlink() # what the messages say
@@ -189,6 +190,17 @@ def test_overwriting_removes_the_run_and_nothing_else(table, tmp_path):
         (out / name).write_text('')
     claim_folder(out, make_run(table), overwrite=True)
     assert {path.name for path in out.iterdir()} == {'run.json', 'notes.txt'}
+
+
+def test_overwriting_keeps_a_model_card_that_was_edited(table, tmp_path):
+    out = tmp_path / 'run'
+    claim_folder(out, make_run(table))
+    (out / 'README.md').write_bytes(b'# Mine \xe9')
+    claim_folder(out, make_run(table, seed=2), overwrite=True)
+    assert (out / 'README.md').read_bytes() == b'# Mine \xe9'
+    (out / 'README.md').write_text(f'# Translation\n\n{CARD_END}\n')
+    claim_folder(out, make_run(table), overwrite=True)
+    assert {path.name for path in out.iterdir()} == {'run.json'}
 
 
 def test_differences_are_nested():

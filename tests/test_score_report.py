@@ -5,8 +5,8 @@ import json
 import pytest
 
 from annotated_transformer import score_report
-from annotated_transformer.score_report import (ERROR_TYPES, describe, entry, error_types, german_words,
-                                                lowercased_tokenized, phenomenon_scores, phrase_at, phrase_readings,
+from annotated_transformer.score_report import (ERROR_TYPES, describe, error_types, german_words,
+                                                look_up, lowercased_tokenized, phenomenon_scores, phrase_at, phrase_readings,
                                                 plot_report, report, save_plot, tokenized_bleu)
 from annotated_transformer.scoring import score
 from annotated_transformer.toy_languages import toy_ende
@@ -79,7 +79,7 @@ def test_the_grammar_reads_every_noun_phrase_of_its_references():
     for pair in toy_ende('val'):
         words = german_words(pair.tgt)
         for i, word in enumerate(words):
-            if entry(word).part == 'noun':
+            if look_up(word).part == 'noun':
                 assert phrase_readings(phrase_at(words, i)), pair.tgt
 
 
@@ -94,7 +94,7 @@ def test_one_wrong_word_is_one_error_type():
     for pair in toy_ende('val'):
         assert error_types(pair.tgt, pair.tgt) == set()
         words = german_words(pair.tgt)
-        nouns = [word for word in words if entry(word).part == 'noun']
+        nouns = [word for word in words if look_up(word).part == 'noun']
         if len(nouns) == 1:
             assert error_types(pair.tgt.replace(nouns[0], 'Xyz'), pair.tgt) >= {'wrong word'}
         if 'nicht' in words:

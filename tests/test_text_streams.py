@@ -123,10 +123,10 @@ def test_prefixes_are_paired_one_for_one():
     assert list(with_prefixes('ab', None)) == [('a', None), ('b', None)]
     assert list(with_prefixes('ab', 'x')) == [('a', 'x'), ('b', 'x')]
     assert list(with_prefixes(iter('ab'), iter(['x', None]))) == [('a', 'x'), ('b', None)]
-    for prefix, found in (['x'], 'only 1 prefixes'), (['x', 'y', 'z'], 'more prefixes than sentences, 2'):
+    for prefix, problem in (['x'], 'it has only 1'), (['x', 'y', 'z'], 'it has more than 2, the number of sentences'):
         pairs = with_prefixes('ab', prefix)
         assert next(pairs) == ('a', 'x')
-        with pytest.raises(ValueError, match=f'one item for each sentence, but there are {found}'):
+        with pytest.raises(ValueError, match=f'one item for each sentence, but {problem}'):
             list(pairs)
 
 
