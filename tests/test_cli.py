@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -23,11 +23,14 @@ from annotated_transformer import cli, model_commands, train_command
 from annotated_transformer.checkpoints import list_checkpoints
 from annotated_transformer.cli import COMMANDS, main, parse
 from annotated_transformer.command_options import named_as_typed, plain_error
+from annotated_transformer.commands import check_sentences
 from annotated_transformer.corpora import load_corpus
 from annotated_transformer.inference import DecodingConfig
 from annotated_transformer.line_translation import PartialOutput, live_lines
+from annotated_transformer.recipe import default_run
 from annotated_transformer.run_folder import lock_file, lock_folder
 from annotated_transformer.run_log import Interrupted
+from annotated_transformer.run_reports import changed_settings
 from annotated_transformer.scoring import score
 from annotated_transformer.server import ServerConfig
 from annotated_transformer.text_streams import FLUSH
@@ -143,9 +146,10 @@ def test_help_shows_the_defaults_that_apply(capsys, tmp_path):
 def test_an_unknown_command_and_option_are_named(fails):
     assert 'translat is not a command (did you mean translate?): choose one of train' in fails('translat')
     assert 'Example: annotated-transformer translate' in fails('runs/mine')
-    assert "--modle, x (did you mean --model?)" in fails('translate', '--modle', 'x')
-    assert '--beam, x (did you mean --beam-size or --beam-patience?)' in fails('translate', '--beam', 'x')
-    assert '--zzzz, x. Example: ' in fails('translate', '--zzzz', 'x')
+    assert "--modle is not an option (did you mean --model?)" in fails('translate', '--modle', 'x')
+    assert '--beam is not an option (did you mean --beam-size or --beam-patience?)' in fails('translate', '--beam', 'x')
+    assert '--zzzz is not an option. Example: ' in fails('translate', '--zzzz', 'x')
+    assert 'word belongs to no option: write a value directly behind its option' in fails('evaluate', 'word')
     for theirs, ours in (('--lr', '--peak-lr'), ('--batch-size', '--max-tokens'), ('--epochs', '--max-epochs')):
         assert f'did you mean {ours}?' in fails('train', theirs, 1)
     assert '--beam-size x is not a whole number' in fails('translate', '--beam-size', 'x', 'hello')
@@ -295,6 +299,13 @@ def test_a_run_explains_itself(tmp_path, run, fails):
     assert 'resumes     after step 20' in run(*args, '--max-steps', 30).out
 
 
+def test_changed_settings_are_written_as_options():
+    usual = default_run(recipe='small')
+    changed = replace(usual, model=replace(usual.model, norm='post'), training=replace(usual.training, compile=True, max_minutes=5.0))
+    assert changed_settings(changed, 'small') == [
+        '--norm post (default pre)', '--compile on (default off)', '--max-minutes 5.0 (default none)']
+
+
 def mojibake(pairs):
     return [(src, tgt.replace('t', 'ä').encode().decode('cp1252')) for src, tgt in pairs]
 
@@ -360,7 +371,7 @@ def test_a_run_says_which_limit_it_has_reached(tmp_path, run):
         assert f'has reached its limit, {limit[0]} {limit[1]}' in text
         assert f'to train longer, run the same command with a higher {limit[0]}' in text
     text = run(*args[:-len(SMALL)], '--overwrite', *SMALL, '--max-steps', 9000, '--save-every', 1, '--patience', 1, '--peak-lr', 5).out
-    assert 'stopped early: 1 validation in a row brought no new best (--patience 1)' in text and 'higher' not in text
+    assert 'stopped early: no improvement in 1 validation (--patience 1)' in text and 'higher' not in text
 
 
 def test_a_folder_of_other_files_is_not_touched(fails, tmp_path):
@@ -927,7 +938,8 @@ def test_attention_is_a_page(run, fails, tmp_path):
      'annotated-transformer translate "the dog sees a cat"'),
     (['translate', '--model', 'MODEL', 'the', 'dog'], 'translate --model MODEL "the dog"'),
     (['translate', 'MODEL', 'the', 'dog'], 'MODEL is a folder, not a sentence: annotated-transformer translate --model MODEL "the dog"'),
-    (['translate', 'runs/mien', 'the dog'], 'no such folder: annotated-transformer translate --model FOLDER "the dog"'),
+    (['translate', 'runs/mien', 'the dog'],
+     'neither a sentence nor an existing folder: annotated-transformer translate --model FOLDER "the dog"'),
     (['translate', 'TABLE'], 'TABLE is a file, not a sentence: annotated-transformer translate --input TABLE'),
     (['translate', '--input', 'TABLE'], 'TABLE is a table, with tabs in its lines: name the column to translate, for example --column 1'),
     (['translate', '--column', 1, 'The dog sleeps.'], '--column 1 chooses a column of a table, but sentences are given'),
@@ -962,6 +974,18 @@ def test_what_was_meant_is_shown(fails, tmp_path, args, message):
 def test_sentences_that_look_odd_are_translated(run):
     for texts in (['Hello'], ['and/or'], ['The dog sleeps.', 'Hello'], ['猫が眠る。', '犬が眠る。'], ['naïve']):
         assert run('translate', *texts).out.count('\n') == len(texts)
+
+
+@pytest.mark.parametrize('texts, has_spaces', [
+    (['고양이가', '잔다'], True), (['კატას', 'სძინავს'], True), (['ድመቷ', 'ተኝታለች'], True), (['γάτα', 'κοιμάται'], True),
+    (['แมวนอน', 'หมานอน'], False), (['ឆ្មា', 'ឆ្កែ'], False), (['ねこ', 'いぬ'], False), (['猫睡觉。', '狗睡觉。'], False)])
+def test_words_without_quotes_are_refused_in_scripts_with_spaces(texts, has_spaces):
+    refused = False
+    try:
+        check_sentences(tuple(texts), 'translate', None)
+    except ValueError as error:
+        refused = 'sentences of one word each' in str(error)
+    assert refused == has_spaces
 
 
 def test_an_argument_with_line_breaks_gives_lines(run):
