@@ -34,8 +34,8 @@ def encode_pairs(
     limit = max_len - 1 # room for EOS (source) or BOS (target)
     n_long = sum(len(s) > limit or len(t) > limit for s, t in zip(src, tgt))
     if n_long:
-        warnings.warn(f'{n_long} of {len(pairs)} sentence pairs have more than {max_len} positions '
-                      'and were truncated', stacklevel=2)
+        warnings.warn(f'sentence pairs truncated to {max_len} positions: {n_long} of {len(pairs)}',
+                      stacklevel=2)
     return [(s[:limit], t[:limit]) for s, t in zip(src, tgt)]
 
 def pad_rows(

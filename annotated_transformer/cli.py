@@ -2,8 +2,8 @@
 
 """Command line: train, evaluate, translate and inspect from a shell; know which setting wins."""
 
-__all__ = ['COMMANDS', 'DECIDING', 'PROGRAM', 'EXAMPLE', 'NO_MEMORY', 'choose_command', 'command_class', 'preset_options',
-           'with_file', 'parse_values', 'parse', 'save_config', 'run', 'as_typed', 'is_out_of_memory', 'main']
+__all__ = ['COMMANDS', 'DECIDING', 'PROGRAM', 'EXAMPLE', 'NO_MEMORY', 'choose_command', 'command_class', 'with_file',
+           'warn_of_replaced', 'parse_values', 'parse', 'save_config', 'run', 'as_typed', 'is_out_of_memory', 'main']
 
 import contextlib
 import difflib
@@ -70,22 +70,26 @@ def command_class(name: str) -> type[Command]:
     module, class_name, _ = COMMANDS[name]
     return getattr(importlib.import_module(f'.{module}', 'annotated_transformer'), class_name)
 
-def preset_options() -> set[str]:
-    "Return the names of the options that a preset sets: those in which the presets differ."
-    from annotated_transformer.transformer import PRESETS # imports PyTorch
-    sizes = [vars(preset) for preset in PRESETS.values()]
-    return {name for name in sizes[0] if len({size[name] for size in sizes}) > 1}
-
 def with_file(command: type[Command], typed: dict, from_file: dict) -> dict[str, Option]:
-    "Return a command's options, with the defaults that a configuration file and the typed options decide."
-    deciding = {name: from_file[name] for name in DECIDING if from_file.get(name) is not None}
-    file_alone = command.options(deciding)
+    "Return a command's options; the values in a configuration file are their defaults, unless `typed` replaces them."
+    replaced = command.replaced(typed, from_file)
+    kept = {name: value for name, value in from_file.items() if name not in replaced}
+    deciding = {name: kept[name] for name in DECIDING if kept.get(name) is not None}
     options = command.options(deciding | typed)
-    decided = preset_options() if 'preset' in typed else set()
-    for name, value in from_file.items():
-        if name not in decided and options[name].default == file_alone[name].default:
-            options[name] = replace(options[name], default=value)
+    for name, value in kept.items():
+        options[name] = replace(options[name], default=value)
+    warn_of_replaced(typed, from_file, replaced, options)
     return options
+
+def warn_of_replaced(typed: dict, from_file: dict, replaced: dict[str, str], options: dict[str, Option]) -> None:
+    "Say which values in a configuration file other values have replaced."
+    lost = {}
+    for name, cause in replaced.items():
+        value = from_file.get(name)
+        if value is not None and name not in typed and value != options[name].default:
+            lost.setdefault(cause, []).append(f'{name}={value}')
+    for cause, values in lost.items():
+        warnings.warn(f'{cause}={typed[cause]} replaces values of {typed["config"]}: {", ".join(sorted(values))}')
 
 def parse_values(args: Sequence[str]) -> tuple[type[Command], dict]:
     """Parse arguments. An option that is not given has the value of the --config file, or else its default.

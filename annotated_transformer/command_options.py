@@ -410,6 +410,11 @@ class Command:
         return {}
 
     @classmethod
+    def replaced(cls, typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> dict[str, str]:
+        "Return the options in a configuration file that typed options replace: option of the file, typed option."
+        return {}
+
+    @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> 'Command':
         "Make the command from the values of its options."
         return build(cls, values, cls.NAMES)

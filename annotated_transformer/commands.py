@@ -33,7 +33,7 @@ from .run_reports import first_pair, language_name
 from .scoring import Scores
 from .score_report import (
     PICTURES, counted, describe, phenomenon_scores, report, require_matplotlib, save_plot)
-from .train_command import chosen_device, draw_attention
+from .train_command import chosen_device, draw_attention, replaced_data
 from .translator import SHIPPED, Translator, decoding_config
 
 SEARCH = ('How to search for translations. The defaults are the settings stored with the model, or the paper\'s.',
@@ -178,6 +178,10 @@ class Evaluate(Command):
         found = super().options(deciding)
         del found['n_best'] # one translation of each sentence is scored
         return found
+
+    @classmethod
+    def replaced(cls, typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> dict[str, str]:
+        return replaced_data(typed, from_file)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> 'Evaluate':

@@ -17,9 +17,10 @@ from .corpora import CORPORA, TEXT_OPTIONS, CorpusConfig
 from .files import read_json
 from .large_corpora import PrepareConfig, prepare
 from .prepared import read_split
-from .recipe import RECIPES
+from .recipe import RECIPES, recipe_for
 from .run_reports import first_pair, language_name
 from .score_report import counted, table
+from .train_command import named_corpus, replaced_data
 
 def parse_share(text: str) -> tuple[int, int]:
     "Read I/N, the share of a machine. Raises ValueError for anything else."
@@ -108,15 +109,18 @@ class Prepare(Command):
     @classmethod
     def defaults(cls, deciding: Mapping[str, Any]) -> dict[str, Any]:
         "Return the corpus that the files name, and the tokenizer of its recipe, if it has one."
-        corpus = deciding.get('corpus')
-        for name, owner in (('tsv', 'tsv'), ('src', 'files')):
-            if corpus is None and name in deciding:
-                corpus = owner
-        corpus = corpus or 'toy-ende'
+        corpus = named_corpus(deciding) or 'toy-ende'
         found = {'corpus': corpus, 'pair': None if corpus in TEXT_OPTIONS else CorpusConfig.pair}
-        for recipe in RECIPES.values():
-            if recipe['corpus']['corpus'] == corpus:
-                found |= {'vocab_size': recipe['model']['vocab_size'], 'tokenizer': recipe.get('tokenizer', 'bpe')}
+        recipe = RECIPES[recipe_for(corpus)]
+        if recipe['corpus']['corpus'] == corpus:
+            found |= {'vocab_size': recipe['model']['vocab_size'], 'tokenizer': recipe.get('tokenizer', 'bpe')}
+        return found
+
+    @classmethod
+    def replaced(cls, typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> dict[str, str]:
+        found = replaced_data(typed, from_file)
+        if 'pair' in found: # another corpus
+            found |= dict.fromkeys(('tokenizer', 'vocab_size'), found['pair'])
         return found
 
     @classmethod

@@ -185,6 +185,5 @@ def open_prepared(folder: str | Path, max_len: int | None = None) -> PreparedPai
     "Open the training pairs of a prepared folder. Warns if some are truncated."
     pairs = PreparedPairs(folder, max_len)
     if pairs.n_truncated:
-        warnings.warn(f'{pairs.n_truncated:,} of {len(pairs):,} sentence pairs have more than {max_len} positions: '
-                      'they are truncated')
+        warnings.warn(f'sentence pairs truncated to {max_len} positions: {pairs.n_truncated:,} of {len(pairs):,}')
     return pairs

@@ -84,9 +84,10 @@ def too_short(training: TrainConfig, steps: int) -> str:
     :param steps: of an epoch
     """
     total = min(training.max_steps, steps * training.max_epochs) if training.max_epochs else training.max_steps
-    late = [f'--{name.replace("_", "-")} {getattr(training, name)}' for name in ('save_every', 'warmup_steps')
+    late = [f'--{name.replace("_", "-")} (now {getattr(training, name)})' for name in ('save_every', 'warmup_steps')
             if getattr(training, name) > total]
-    return f'only {counted(math.ceil(total), "step")} in all: choose less than {" and ".join(late)}' if late else ''
+    steps = math.ceil(total)
+    return f'only {counted(steps, "step")} in all: choose at most {steps} for {" and ".join(late)}' if late else ''
 
 def model_name(config: Any) -> str:
     "Return the name of a kind of model."
@@ -165,9 +166,10 @@ def chosen_weights(rows: list[dict], monitor: str) -> str:
     others = ', '.join(f'{name} {value:.3f}' for name, value in values.items() if name != chosen)
     if not others:
         return f'{WEIGHTS[chosen]} ({measure} {values[chosen]:.3f})'
-    extreme = 'lowest' if monitor == 'val_loss' else 'highest'
+    extreme = 'low' if monitor == 'val_loss' else 'high'
+    ending = 'est' if len(values) > 2 else 'er'
     verb = 'have' if chosen == 'last' else 'has'
-    return f'{WEIGHTS[chosen]} {verb} the {extreme} {measure}: {values[chosen]:.3f} ({others})'
+    return f'{WEIGHTS[chosen]} {verb} the {extreme}{ending} {measure}: {values[chosen]:.3f} ({others})'
 
 def next_commands(out: Path) -> str:
     "Return commands to try with a trained model, one on each line."

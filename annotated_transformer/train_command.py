@@ -3,8 +3,9 @@
 """The commands `train` and `demo`: train from the shell: options whose defaults fit your data, languages that can be
 renamed, interruptions that say how to resume."""
 
-__all__ = ['GROUPS', 'ANY_POSITIONS', 'ASSUMED_PAIR', 'chosen_device', 'changed_model', 'stored_pair', 'set_languages', 'relabel',
-           'Train', 'train', 'resumable', 'Demo', 'show', 'draw_attention']
+__all__ = ['GROUPS', 'ANY_POSITIONS', 'ASSUMED_PAIR', 'FINE_TUNING', 'FILES_OF', 'chosen_device', 'changed_model', 'stored_pair',
+           'set_languages', 'relabel', 'named_corpus', 'replaced_data', 'varying', 'Train', 'train', 'resumable',
+           'Demo', 'show', 'draw_attention']
 
 import json
 import warnings
@@ -127,6 +128,36 @@ def relabel(config: RunConfig, out: Path) -> None:
         atomic_write(out / 'run.json', to_json(stored | {'corpus': old | {'pair': new}}))
     print(f'{out} is now labelled {new}; it was {old["pair"]}')
 
+FINE_TUNING = {'peak_lr': 1e-3, 'warmup_steps': 100, 'save_every': 100} # defaults for weights that are good already
+FILES_OF = {'tsv': 'tsv', 'src': 'files', 'prepared': 'prepared'} # option: the corpus that it names
+
+def named_corpus(values: Mapping[str, Any]) -> str | None:
+    "Return the corpus that options name, or that of their files."
+    if values.get('corpus'):
+        return values['corpus']
+    return next((corpus for option, corpus in FILES_OF.items() if values.get(option)), None)
+
+def replaced_data(typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> dict[str, str]:
+    "Return the options of a file that do not fit the corpus which is typed, each with the option that names it."
+    corpus = named_corpus(typed)
+    if not corpus:
+        return {}
+    names = {'corpus'}
+    for f in fields(CorpusConfig):
+        owners = [name for name, kind in CORPORA.items() if f.name in kind.options]
+        if owners and corpus not in owners:
+            names.add(f.name)
+    before = named_corpus(from_file)
+    are_own = before in TEXT_OPTIONS and corpus in TEXT_OPTIONS # then the pair is a label
+    if before not in (None, corpus) and not are_own:
+        names.add('pair')
+    cause = next(name for name in ('corpus', *FILES_OF) if typed.get(name))
+    return dict.fromkeys(names, cause)
+
+def varying(settings: list[Mapping[str, Any]]) -> set[str]:
+    "Return the names of the settings that are not the same in all of them."
+    return {name for name, value in settings[0].items() if any(other.get(name) != value for other in settings)}
+
 @dataclass(frozen=True)
 class Train(Command):
     """Train a translator on sentence pairs. Run the same command again to resume an interrupted run, or to train
@@ -190,16 +221,19 @@ class Train(Command):
             check_model_folder(Path(start), FILES[:3])
         folder = deciding.get('prepared')
         corpus = CorpusConfig('prepared', read_manifest(folder)['pair'], prepared=folder) if folder else None
-        recipe = deciding.get('recipe') or recipe_for(corpus or deciding.get('corpus') or 'toy-ende')
-        return default_run(corpus, deciding.get('preset'), recipe, start)
+        return default_run(corpus, deciding.get('preset'), cls.recipe_name(deciding), start)
+
+    @classmethod
+    def recipe_name(cls, deciding: Mapping[str, Any]) -> str:
+        "Return the recipe that options name, or that of their corpus."
+        folder = deciding.get('prepared')
+        corpus = read_manifest(folder)['corpus'] if folder else named_corpus(deciding)
+        return deciding.get('recipe') or recipe_for(corpus or 'toy-ende')
 
     @classmethod
     def defaults(cls, deciding: Mapping[str, Any]) -> dict[str, Any]:
         "Return the defaults of the corpus, recipe, preset and model that the deciding options name."
-        corpus = deciding.get('corpus')
-        for name, owner in (('tsv', 'tsv'), ('src', 'files'), ('prepared', 'prepared')):
-            if corpus is None and name in deciding:
-                corpus = owner
+        corpus = named_corpus(deciding)
         run = cls.usual_run(deciding | ({'corpus': corpus} if corpus else {}))
         settings = asdict(run)
         found = settings.pop('corpus') | settings.pop('model') | settings.pop('training') | settings
@@ -210,7 +244,7 @@ class Train(Command):
         if run.start_from:
             found['pair'] = '-'.join(load_tokenizer(run.start_from / 'tokenizer.json').langs)
             found['architecture'] = 'recurrent' if isinstance(run.model, RecurrentConfig) else 'transformer'
-            found |= {'peak_lr': 1e-3, 'warmup_steps': 100, 'save_every': 100} # the weights are good already
+            found |= FINE_TUNING
         found['out'] = Path('runs', str(deciding.get('recipe') or found['corpus']))
         return found
 
@@ -218,6 +252,34 @@ class Train(Command):
     def options(cls, deciding: Mapping[str, Any]) -> dict[str, Option]:
         found = super().options(deciding)
         del found['pair_is_assumed']
+        return found
+
+    @classmethod
+    def replaced(cls, typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> dict[str, str]:
+        """Return the options in a configuration file that typed options replace: a preset, a recipe, a model to start
+        from and another corpus stand for several settings, and replace them all.
+        """
+        found = replaced_data(typed, from_file)
+        brings_recipe = found.get('pair') # another corpus has another recipe, unless the file names one
+        if from_file.get('recipe'):
+            brings_recipe = None
+        if 'recipe' in typed:
+            brings_recipe = 'recipe'
+        if brings_recipe:
+            names = varying([cls.defaults({'recipe': name}) for name in RECIPES]) | {'preset'}
+            names.remove('out')
+            kept = {name: value for name, value in from_file.items() if name not in found}
+            if named_corpus(kept | typed) in TEXT_OPTIONS:
+                names -= {'corpus', 'pair'}
+            found |= dict.fromkeys(names, brings_recipe)
+        if 'preset' in typed:
+            found |= dict.fromkeys(varying([cls.defaults({'preset': name}) for name in PRESETS]), 'preset')
+        if 'prepared' in typed:
+            found |= dict.fromkeys(('pair', 'tokenizer', 'vocab_size'), 'prepared')
+        if 'start_from' in typed:
+            found |= dict.fromkeys((f.name for f in fields(TransformerConfig)), 'start_from')
+            found |= dict.fromkeys(('preset', 'architecture', 'attention', 'tokenizer', 'pair', *FINE_TUNING),
+                                   'start_from')
         return found
 
     @classmethod
@@ -242,7 +304,7 @@ class Train(Command):
     def description(cls, deciding: Mapping[str, Any]) -> str:
         "Say which recipe the defaults are from."
         defaults = cls.defaults(deciding)
-        recipe = deciding.get('recipe') or recipe_for(cls.usual_run(deciding | {'corpus': defaults['corpus']}).corpus)
+        recipe = cls.recipe_name(deciding)
         return (f'{super().description(deciding)}\n\nThe defaults below are those of the recipe {recipe}, for corpus '
                 f'{defaults["corpus"]}. Add --tsv, --src, --corpus, --recipe, --preset or --start-from to see those of '
                 'another.')

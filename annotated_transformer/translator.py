@@ -124,7 +124,7 @@ class TextModel:
         if side not in ('src', 'tgt'):
             raise ValueError(f"side={side!r} must be 'src' or 'tgt'")
         language = self.tokenizer.langs[side == 'tgt']
-        own_report = report or self.new_report('sentences' if side == 'src' else 'translations')
+        own_report = report or self.new_report('sentences' if side == 'src' else 'target sentences')
         rows = self.tokenizer.encode_batch(list(texts), language)
         rows = own_report.check(texts, rows, lambda text: self.tokenizer.unknown(text, language), UNK)
         if report is None:

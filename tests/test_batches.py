@@ -149,7 +149,7 @@ def test_pairs_are_encoded_and_truncated_with_a_warning():
         ids = encode_pairs(pairs, tokenizer, ('xx', 'xx'))
         assert encode_pairs(pairs, tokenizer, ('xx', 'xx'), max_len=6) == ids
     assert [(tokenizer.decode(src), tokenizer.decode(tgt)) for src, tgt in ids] == pairs
-    with pytest.warns(UserWarning, match='2 of 2 sentence pairs have more than 4 positions and were truncated'):
+    with pytest.warns(UserWarning, match='sentence pairs truncated to 4 positions: 2 of 2'):
         cut = encode_pairs(pairs, tokenizer, ('xx', 'xx'), max_len=4)
     assert cut == [(src[:3], tgt[:3]) for src, tgt in ids]
     batch = collate(cut)

@@ -30,7 +30,7 @@ from annotated_transformer.line_translation import PartialOutput, live_lines
 from annotated_transformer.recipe import default_run
 from annotated_transformer.run_folder import lock_file, lock_folder
 from annotated_transformer.run_log import Interrupted
-from annotated_transformer.run_reports import changed_settings
+from annotated_transformer.run_reports import changed_settings, chosen_weights
 from annotated_transformer.scoring import score
 from annotated_transformer.server import ServerConfig
 from annotated_transformer.text_streams import FLUSH
@@ -221,12 +221,89 @@ def test_a_saved_configuration_gives_the_same_command(tmp_path, run, fails):
     assert (changed.run.model.dropout, changed.run.model.d_model, changed.run.model.norm) == (0.2, 512, 'post')
 
 
-def test_a_typed_preset_replaces_sizes_even_those_that_the_files_recipe_would_choose(tmp_path, run):
-    path = tmp_path / 'c.json'
-    run('train', '--tsv', 'x.tsv', '--d-model', '32', '--norm', 'post', '--save-config', path)
-    assert parse(['train', '--config', str(path)]).run.model.d_model == 32
-    typed = parse(['train', '--config', str(path), '--preset', 'tiny']) # also the preset of the recipe
-    assert (typed.run.model.d_model, typed.run.model.norm) == (128, 'post')
+def changed_by(path, stored, typed):
+    "The options that typing `typed` changes, beside a file of these options: old and new value, and what is warned of."
+    def options(args):
+        found = cli.parse_values(['train', '--config', str(path), *args])[1]
+        return {name: ' '.join(map(str, value)) if isinstance(value, tuple) else str(value) for name, value in found.items()}
+    path.write_text(json.dumps(stored))
+    before = options([])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        after = options(typed)
+    changes = {name: after[name] for name in after if after[name] != before[name]}
+    return changes, [str(warning.message) for warning in caught]
+
+
+OWN = {'d_model': 32, 'n_layers': 1, 'norm': 'post', 'peak_lr': 0.002, 'max_tokens': 512, 'max_steps': 20}
+
+
+@pytest.mark.parametrize('stored, typed, changes', [
+    ({'tsv': 'x.tsv'}, '--preset tiny', {'preset': 'tiny', 'd_model': '128', 'n_layers': '4'}), # also the recipe's preset
+    ({'tsv': 'x.tsv'}, '--preset base --d-model 96', {'preset': 'base', 'd_model': '96', 'n_layers': '6', 'd_ff': '2048', 'n_heads': '8'}),
+    ({'preset': 'base', 'tsv': 'x.tsv'}, '--max-steps 7', {'max_steps': '7'}),
+    ({'tsv': 'x.tsv', 'pair': 'en-fr'}, '--recipe small',
+     {'recipe': 'small', 'd_model': '128', 'n_layers': '2', 'norm': 'pre', 'peak_lr': '0.004', 'max_tokens': '1024', 'dropout': '0.1',
+      'vocab_size': '4000', 'warmup_steps': '200', 'save_every': '200', 'average_checkpoints': '3'}),
+    ({'preset': 'base', 'tsv': 'x.tsv'}, '--recipe small',
+     {'recipe': 'small', 'preset': 'None', 'd_model': '128', 'n_layers': '2', 'norm': 'pre', 'peak_lr': '0.004', 'max_tokens': '1024',
+      'dropout': '0.1', 'vocab_size': '4000', 'warmup_steps': '200', 'save_every': '200', 'average_checkpoints': '3', 'd_ff': '256',
+      'n_heads': '4'}),
+    ({}, '--tsv x.tsv', {'corpus': 'tsv', 'tsv': 'x.tsv', 'pair': 'None'}), # the file names no corpus, so its settings are for any
+    ({'tsv': 'x.tsv', 'val_tsv': 'v.tsv'}, '--tsv y.tsv', {'tsv': 'y.tsv'}),
+    ({'tsv': 'x.tsv', 'val_tsv': 'v.tsv', 'pair': 'en-fr', 'held_out': 9}, '--src a --tgt b',
+     {'corpus': 'files', 'src': 'a', 'tgt': 'b', 'tsv': 'None', 'val_tsv': 'None'}),
+    ({'corpus': 'multi30k', 'pair': 'de-en', 'data_dir': 'd', 'recipe': 'small'}, '--tsv x.tsv',
+     {'corpus': 'tsv', 'tsv': 'x.tsv', 'pair': 'None', 'data_dir': 'None'}),
+    ({'corpus': 'toy-ende', 'pair': 'en-de'}, '--corpus multi30k',
+     {'corpus': 'multi30k', 'd_model': '128', 'n_layers': '4', 'norm': 'pre', 'peak_lr': '0.004', 'max_tokens': '2048'}),
+])
+def test_an_option_that_stands_for_several_replaces_them_all_in_the_file(tmp_path, stored, typed, changes):
+    # some values are the defaults of recipe and preset before and after: that must not keep the file's
+    found, warned = changed_by(tmp_path / 'c.json', OWN | stored, typed.split())
+    found.pop('out', None)
+    assert {name: value for name, value in found.items() if name in changes} == changes
+    assert not set(found) & (OWN.keys() | {'corpus', 'pair', 'tsv', 'src', 'val_tsv', 'held_out'}) - changes.keys()
+    file = OWN | stored
+    lost = [name for name in file if name in found and f'--{name.replace("_", "-")} ' not in typed]
+    assert all(any(f'{name}={file[name]}' in message for message in warned) for name in lost) # nothing is ignored silently
+    assert bool(warned) == bool(lost)
+
+
+def test_a_typed_start_replaces_the_model_in_the_file(tmp_path, trained):
+    file = OWN | {'preset': 'base', 'tsv': 'x.tsv', 'warmup_steps': 7}
+    found, [message] = changed_by(tmp_path / 'c.json', file, ['--start-from', str(trained)])
+    config = Translator.load(trained).model.config
+    assert (found['norm'], found['d_ff']) == ('pre', '64') and 'd_model' not in found # both 32
+    assert (found['preset'], found['vocab_size']) == ('None', str(config.vocab_size))
+    assert (found['peak_lr'], found['warmup_steps'], found['save_every']) == ('0.001', '100', '100')
+    assert 'max_tokens' not in found and 'max_steps' not in found
+    assert message.startswith(f'start_from={trained} replaces values of {tmp_path / "c.json"}: ') and 'norm=post, peak_lr=0.002' in message
+
+
+def test_a_replaced_value_is_named_as_it_is_typed(tmp_path, capsys):
+    (tmp_path / 'c.json').write_text('{"tsv": "x.tsv", "d_model": 32, "norm": "post"}')
+    main(['train', '--config', str(tmp_path / 'c.json'), '--preset', 'base', '--save-config', str(tmp_path / 'new.json')])
+    assert capsys.readouterr().err == f'annotated-transformer: --preset base replaces values of {tmp_path / "c.json"}: --d-model 32\n'
+    assert json.loads((tmp_path / 'new.json').read_text())['norm'] == 'post'
+
+
+def test_a_typed_model_keeps_the_search_in_the_file(tmp_path, trained):
+    (tmp_path / 'c.json').write_text('{"beam_size": 1}')
+    for command in ('translate', 'evaluate'):
+        typed = parse([command, '--config', str(tmp_path / 'c.json'), '--model', str(trained)])
+        assert (typed.model, typed.decoding.beam_size) == (trained, 1)
+
+
+def test_files_that_are_typed_replace_those_of_a_file(tmp_path):
+    (tmp_path / 'c.json').write_text('{"tsv": "x.tsv", "skip_header": true}')
+    config = ['--config', str(tmp_path / 'c.json')]
+    evaluate = parse(['evaluate', *config, '--src', 'a', '--tgt', 'b'])
+    assert (evaluate.tsv, evaluate.src, evaluate.skip_header) == (None, Path('a'), False)
+    (tmp_path / 'c.json').write_text('{"corpus": "toy-ende", "vocab_size": 70, "sample_size": 9}')
+    prepare = parse(['prepare', *config, '--tsv', 'x.tsv', '--out', 'p']).plan
+    assert prepare.vocab_size != 70
+    assert parse(['prepare', '--out', 'p']).plan.vocab_size == parse(['train']).run.model.vocab_size # of the recipe of the corpus
 
 
 def test_a_run_can_be_a_configuration(trained):
@@ -287,7 +364,7 @@ def test_a_run_explains_itself(tmp_path, run, fails):
     args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'run', *SMALL]
     text = run(*args, '--threads', torch.get_num_threads(), '--device', 'cpu').out
     for words in ('44 pairs with', '8 pairs to validate on', 'parameters', '--d-model 32 (default 128)', 'tsv (pairs.tsv)', '20 steps',
-                  'cpu', 'float32', str(tmp_path / 'run'), 'the lowest validation loss',
+                  'cpu', 'float32', str(tmp_path / 'run'), 'the lower validation loss',
                   'validation', 'annotated-transformer evaluate --model'):
         assert words in text, words
     before = hashes(tmp_path / 'run')
@@ -801,10 +878,18 @@ def test_a_model_is_not_scored_on_changed_data(tmp_path, run, fails):
     run('evaluate', '--model', tmp_path / 'run', '--tsv', table, '--samples', 0)
 
 
+def test_chosen_weights_are_the_lower_of_two_and_the_lowest_of_three():
+    row = {'val_loss_last': 2.0, 'val_loss_averaged': 1.0}
+    assert chosen_weights([row], 'val_loss') == 'the average of several checkpoints has the lower validation loss: 1.000 (last 2.000)'
+    assert chosen_weights([row | {'val_loss_best': 1.5}], 'val_loss') == (
+        'the average of several checkpoints has the lowest validation loss: 1.000 (last 2.000, best 1.500)')
+    assert 'have the higher validation BLEU: 2.000' in chosen_weights([{'val_bleu_last': 2.0, 'val_bleu_averaged': 1.0}], 'val_bleu')
+
+
 def test_a_run_that_ends_too_soon_says_so(tmp_path, run):
     args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'run', *SMALL]
     text = run(*args, '--max-steps', 5, '--save-every', 250).out
-    assert 'only 5 steps in all: choose less than --save-every 250 and --warmup-steps 400' in text
+    assert 'only 5 steps in all: choose at most 5 for --save-every (now 250) and --warmup-steps (now 400)' in text
 
 
 def test_nothing_is_left_when_nothing_was_translated(tmp_path, fails):

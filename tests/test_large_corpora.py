@@ -134,7 +134,7 @@ def test_a_new_tokenizer_of_the_same_name_is_not_the_old_one(config, tmp_path):
 
 def test_long_sentences_are_truncated_with_a_warning(prepared):
     folder, train = prepared
-    with pytest.warns(UserWarning, match='360 of 360 sentence pairs have more than 4 positions'):
+    with pytest.warns(UserWarning, match='sentence pairs truncated to 4 positions: 360 of 360'):
         pairs = open_prepared(folder, max_len=4)
     with pytest.warns(UserWarning):
         assert as_lists(pairs) == as_lists(encode_pairs(train, load_tokenizer(folder / 'tokenizer.json'), LANGS, max_len=4))

@@ -265,7 +265,7 @@ def test_unknown_words_are_named():
 
 def test_unknown_characters_of_translations_and_prefixes(translator):
     _, [message] = with_warnings(lambda: translator.score('A dog.', 'Ein \N{SNOWMAN}.'))
-    assert message.endswith('\N{SNOWMAN} in 1 of 1 translations (number 1)')
+    assert message.endswith('\N{SNOWMAN} in 1 of 1 target sentences (number 1)')
     _, [message] = with_warnings(lambda: translator.translate('A dog.', prefix='\N{SNOWMAN}', **QUICK))
     assert message.endswith('\N{SNOWMAN} in 1 of 1 prefixes (number 1)')
 
@@ -326,9 +326,9 @@ def test_truncated_prefixes_and_translations_are_called_by_their_names(translato
     assert 'truncated to 39 tokens' in message and ': 1 of 3 prefixes (number ' in message
     for method in (translator.score, translator.perplexity):
         _, [message] = with_warnings(lambda: method(['a', 'b'], ['x', long]))
-        assert ': 1 of 2 translations (number ' in message
+        assert ': 1 of 2 target sentences (number ' in message
     _, [message] = with_warnings(lambda: translator.attention('a', long))
-    assert '1 of 1 translations' in message
+    assert '1 of 1 target sentences' in message
 
 
 @pytest.mark.parametrize('source, total, shown', [
