@@ -3,11 +3,12 @@
 results/head-orders.json, which the page on pruning heads plots.
 
     python benchmarks/head_orders.py        # about 13 minutes of one core
+    python benchmarks/head_orders.py --add  # keep what the record has, and measure what it lacks
 
 `orders`: for each order and number of removed heads, which test sentences are still translated exactly right
 (a string of 0 and 1). Importance is measured on the first training sentences, except by *other sentences*; *one by
-one* measures again after each removal. The random orders differ by their seed. `losses`: the same models' loss on
-the test sentences, in nats per token. `removed_heads`: the orders, the first removed head first.
+one* measures again after each removal. The random orders differ by their seed. `removed_heads`: the orders, the first removed head
+first.
 `gates`: for each seed and penalty for an open head, the share of exact translations
 
 - `learned`: of the model that was trained with gates,
@@ -19,6 +20,7 @@ the test sentences, in nats per token. `removed_heads`: the orders, the first re
 All training takes the same number of steps on the same batches.
 """
 import argparse
+import json
 import random
 import statistics
 import time
@@ -67,8 +69,8 @@ def one_by_one(model, n: int, measure) -> list:
         model = prune_heads(model, removed[-1:])
     return removed
 
-def measure_gates(translator, args) -> list[dict]:
-    "Return a row for each seed and penalty."
+def measure_gates(translator, args, earlier) -> list[dict]:
+    "Return a row for each seed and penalty; of earlier rows, measure only what they lack."
     model = translator.model
     heads = heads_of(model)
     some = batches(translator, toy_ende('train', n=args.pairs), 2048, shuffle=False)
@@ -80,24 +82,27 @@ def measure_gates(translator, args) -> list[dict]:
     for seed in range(1, args.seeds + 1):
         steps = batches(translator, train, args.max_tokens, seed=seed)[:args.steps]
         for penalty in args.penalties:
-            learned = tune_gates(model, steps, heads, penalty, seed=seed)
-            kept = heads_of(learned)
-            n_removed = len(heads) - len(kept)
-            removed = {'by_gates': [head for head in heads if head not in kept],
-                       'by_ablation': by_ablation[:n_removed], 'by_gradient': by_gradient[:n_removed],
-                       'random': shuffled(heads, seed)[:n_removed]}
-            row = {'seed': seed, 'penalty': penalty, 'kept': len(kept),
-                   'learned': share(exact(translator, learned, pairs))}
+            row = next((row for row in earlier if (row['seed'], row['penalty']) == (seed, penalty)), None)
+            if row is None:
+                learned = tune_gates(model, steps, heads, penalty, seed=seed)
+                row = {'seed': seed, 'penalty': penalty, 'kept': len(heads_of(learned)),
+                       'learned': share(exact(translator, learned, pairs)), 'kept_heads': learned.config.kept_heads}
+            n_removed = len(heads) - row['kept']
+            closed = [head for head in heads if head.number not in row['kept_heads'].get(head.attention, [head.number])]
+            removed = {'by_gates': closed, 'by_ablation': by_ablation[:n_removed],
+                       'by_gradient': by_gradient[:n_removed], 'random': shuffled(heads, seed)[:n_removed]}
             for name, chosen in removed.items():
-                trained = tune_gates(prune_heads(model, chosen), steps, [], 0.0, seed=seed)
-                row[f'{name}_trained'] = share(exact(translator, trained, pairs))
-            row['by_gradient'] = share(exact(translator, prune_heads(model, removed['by_gradient']), pairs))
-            print(row, flush=True)
-            rows.append(row | {'kept_heads': learned.config.kept_heads})
+                if f'{name}_trained' not in row:
+                    trained = tune_gates(prune_heads(model, chosen), steps, [], 0.0, seed=seed)
+                    row[f'{name}_trained'] = share(exact(translator, trained, pairs))
+            if 'by_gradient' not in row:
+                row['by_gradient'] = share(exact(translator, prune_heads(model, removed['by_gradient']), pairs))
+            print({name: value for name, value in row.items() if name != 'kept_heads'}, flush=True)
+            rows.append(row)
     return rows
 
-def measure_orders(translator, args) -> dict:
-    "Return {part of the record: {order: its results}}."
+def measure_orders(translator, args, earlier) -> dict:
+    "Return {part of the record: {order: its results}}; orders that were measured earlier are not measured again."
     model = translator.model
     heads = heads_of(model)
     train = list(toy_ende('train', n=2 * args.pairs))
@@ -120,14 +125,12 @@ def measure_orders(translator, args) -> dict:
     for seed in range(args.random):
         orders[f'random {seed}'] = shuffled(heads, seed)
     pairs = toy_ende('test', n=args.sentences)
-    test = batches(translator, pairs, 2048, shuffle=False)
-    found = {'orders': {}, 'losses': {}, 'removed_heads': {}}
+    found = {'orders': dict(earlier), 'removed_heads': {}}
     for name, order in orders.items():
-        models = {n: prune_heads(model, order[:n]) for n in args.removed}
-        found['orders'][name] = {n: exact(translator, smaller, pairs) for n, smaller in models.items()}
-        found['losses'][name] = {n: round(validate(smaller, test), 4) for n, smaller in models.items()}
         found['removed_heads'][name] = [label(head) for head in order]
-        print(name, {n: share(bits) for n, bits in found['orders'][name].items()}, flush=True)
+        if name not in earlier:
+            found['orders'][name] = {n: exact(translator, prune_heads(model, order[:n]), pairs) for n in args.removed}
+            print(name, {n: share(bits) for n, bits in found['orders'][name].items()}, flush=True)
     return found
 
 def arguments():
@@ -143,6 +146,7 @@ def arguments():
                         help='for each open head, in nats per target token')
     parser.add_argument('--steps', type=int, default=60, help='of training (60)')
     parser.add_argument('--max-tokens', type=int, default=512, help='of a training batch (512)')
+    parser.add_argument('--add', action='store_true', help='measure only what the record lacks')
     parser.add_argument('--out', type=Path, default=RESULTS / 'head-orders.json')
     return parser.parse_args()
 
@@ -151,10 +155,17 @@ def main():
     torch.set_num_threads(1)
     start = time.process_time()
     translator = Translator.load(device='cpu')
-    settings = {name: value for name, value in vars(args).items() if name != 'out'}
-    record = about() | {'name': 'head-orders', 'settings': settings, 'gates': measure_gates(translator, args)}
-    record |= measure_orders(translator, args)
+    settings = {name: value for name, value in vars(args).items() if name not in ('add', 'out')}
+    earlier = json.loads(args.out.read_text('utf-8')) if args.add else {}
+    if earlier and earlier['settings'] != settings:
+        raise SystemExit(f'{args.out} was measured with other settings: leave out --add')
+    record = about() | {'name': 'head-orders', 'settings': settings,
+                        'gates': measure_gates(translator, args, earlier.get('gates', []))}
+    record |= measure_orders(translator, args, earlier.get('orders', {}))
     record['cpu_seconds'] = round(time.process_time() - start)
+    if earlier:
+        record['command'] = f"{earlier['command']}; {record['command']}"
+        record['cpu_seconds'] += earlier['cpu_seconds']
     atomic_write(args.out, to_json(record))
 
 if __name__ == '__main__':

@@ -10,17 +10,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / 'benchmarks'))
+import attention_adversaries
 import claims
 import diversify
 import errors
+import head_orders
 import mbr
 import paired
 import recipe
 import record
 import serving
 
+from annotated_transformer.batches import collate, encode_pairs
 from annotated_transformer.corpora import Corpus, CorpusConfig, load_corpus
 from annotated_transformer.files import checksum
 from annotated_transformer.recipe import RECIPES, RunConfig, evaluate
@@ -271,3 +275,41 @@ def test_paired_comparison_of_settings():
     assert found['p_value'] == pytest.approx(1 / (paired.SAMPLES + 1))
     same = paired.compare(good, good)
     assert same['difference'] == 0 and same['p_value'] == 1
+
+
+def test_added_arms_leave_the_measured_ones_alone(monkeypatch):
+    translator = Translator.load(device='cpu')
+    monkeypatch.setattr(head_orders, 'toy_ende', lambda split, n: toy_ende(split, n=min(n, 4)))
+    removed = []
+    def keep(model, steps, heads, penalty, seed):
+        assert heads == [], 'the gates were trained again'
+        removed.append(24 - len(head_orders.heads_of(model)))
+        return model.eval()
+    monkeypatch.setattr(head_orders, 'tune_gates', keep)
+    args = SimpleNamespace(pairs=4, sentences=4, seeds=1, penalties=[0.1], max_tokens=512, steps=1)
+    kept = {'encoder.layers.1.self_attention': [1], 'decoder.layers.0.cross_attention': []} # 7 heads are closed
+    earlier = {'seed': 1, 'penalty': 0.1, 'kept': 17, 'learned': 0.9, 'kept_heads': kept, 'by_gates_trained': 0.8,
+               'by_gradient_trained': 0.7, 'random_trained': 0.6, 'by_gradient': 0.5}
+    (row,) = head_orders.measure_gates(translator, args, [dict(earlier)])
+    assert removed == [7] # one model was trained: without the heads that zero ablation chooses
+    assert row == earlier | {'by_ablation_trained': row['by_ablation_trained']}
+    del earlier['by_gates_trained']
+    removed.clear()
+    head_orders.measure_gates(translator, args, [dict(earlier)])
+    assert removed == [7, 7]
+
+
+def test_adversaries_start_from_the_model_itself():
+    translator = Translator.load(device='cpu')
+    pairs = toy_ende('test', n=4)
+    ids = encode_pairs([(pair.src, pair.tgt) for pair in pairs], translator.tokenizer, translator.tokenizer.langs)
+    batch = collate(ids)
+    with torch.no_grad():
+        old = attention_adversaries.run(translator.model, batch)
+        assert torch.allclose(old[1], translator.model(batch.src, batch.tgt_in).log_softmax(-1), atol=1e-5)
+        assert all(part.abs().max() == 0 for part in attention_adversaries.movement(batch, old, old))
+        uniform = attention_adversaries.run(translator.model, batch, lambda weights: weights * 0 + 1 / weights.size(-1))
+        of_weights, of_output, kl = attention_adversaries.movement(batch, old, uniform)
+    assert of_weights.shape == (4, 4) and (of_weights > 0.1).all() and (of_output > 0).all() and (kl > 0).all()
+    best = attention_adversaries.alignment_error(pairs, translator, old[0])
+    assert best < 0.3 < attention_adversaries.alignment_error(pairs, translator, old[0].flip(-1))
