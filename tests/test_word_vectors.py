@@ -40,9 +40,11 @@ def test_every_format(tmp_path, name, header, end):
 
 
 def test_published_words_with_spaces(tmp_path):
-    (tmp_path / 'v.txt').write_text('the 1 2 3\n. . . 4 5 6\nat name@domain.com 7 8 9\n')
-    assert list(read_vectors(tmp_path / 'v.txt', 3, lambda word: ' ' in word)) == [
-        ('. . .', [4, 5, 6]), ('at name@domain.com', [7, 8, 9])]
+    lines = ['the 1 2 3\n', '. . . 4 5 6\n', 'at name@domain.com 7 8 9\n']
+    found = [('. . .', [4, 5, 6]), ('at name@domain.com', [7, 8, 9])]
+    for order in (lines, lines[1:]): # also in the first line
+        (tmp_path / 'v.txt').write_text(''.join(order))
+        assert list(read_vectors(tmp_path / 'v.txt', 3, lambda word: ' ' in word)) == found
 
 
 def test_the_same_spelling_wins_then_the_first_with_the_same_letters(tmp_path):
@@ -58,7 +60,8 @@ def test_the_same_spelling_wins_then_the_first_with_the_same_letters(tmp_path):
     (b'the 1 2\ndog 1\n', "line 2: expected a word and 2 numbers, not b'dog 1'"),
     (b'the 1 2\n\ndog 1 2\n', 'line 2'), (b'the 1 2\ndog 1 2 3\n', 'line 2'),
     (b'the 1 2\ndog 1 two\n', "line 2.*b'two'"), (b'the 1 2\ndog 1 inf\n', 'line 2.*not finite'),
-    (b'the 1 2 3\n', 'line 1.*3 numbers.*d_model=2'), (b'5 300\n', 'd_model=2'), (b'the cat sat\n', 'line 1'),
+    (b'the 1 2 3\n', 'line 1.*3 numbers.*d_model=2'), (b'5 300\n', 'd_model=2'),
+    (b'the cat sat\n', "line 1: expected a word and 2 numbers, not b'the cat sat'"),
     (b'other 1 2\n', 'for another language'), (b'the 0 0\n', 'for another language'),
     (b'7 2\n', 'for another language'), (b'\xff\xfe 1 2\n', 'for another language'),
     (gzip.compress(b'the 1 2\n' * 99, mtime=0)[:-5], 'damaged gzip'),
