@@ -1,8 +1,10 @@
 "Plots draw the right numbers, and every drawing reads on a white and on a dark ground, without overlaps."
 import inspect
+import re
 from functools import cache
 from io import BytesIO
 from itertools import combinations
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -17,6 +19,7 @@ import matplotlib.pyplot as plt
 from annotated_transformer import diagrams, drawing, plotting
 from annotated_transformer.plotting import *
 
+ROOT = Path(__file__).resolve().parents[1]
 GROUNDS = ['#ffffff', '#121417']
 COLORS = ['BLUE', 'ORANGE', 'GREEN', 'PURPLE', 'RED', 'GREY', 'TEAL', 'PINK', 'GOLD']
 STEPS = [[(0, 'der', -0.1, 'active'), (0, 'die', -4.0, 'pruned')],
@@ -266,6 +269,17 @@ def test_beam_shows_every_hypothesis():
 def test_ngram_matches_are_clipped():
     texts = [t.get_text() for t, _ in labels(draw('ngram_matches'))]
     assert [text for text in texts if '/' in text] == ['2/3', '0/2', '0/1', '2/4', '0/3', '0/2', '0/1']
+
+
+def test_the_table_of_diagrams_names_their_pages():
+    pages = {path.name[:2]: path.read_text(encoding='utf-8') for path in (ROOT / 'nbs').glob('[0-9]*.ipynb')}
+    used = {name: {page for page, text in pages.items() if page != '92' and f'diagrams.{name}(' in text}
+            for name in diagrams.__all__}
+    table = {}
+    for row in re.findall(r'"\| (\[`.*?) \| (.*?) \|', pages['92']):
+        for name in re.findall('`(.*?)`', row[0]):
+            table[name] = set(row[1].split(', '))
+    assert table == used
 
 
 def test_every_drawing_says_what_it_shows():
