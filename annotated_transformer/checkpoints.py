@@ -3,10 +3,10 @@
 """Checkpoints: stop a training run at any moment and resume it as if it had never stopped."""
 
 __all__ = ['KINDS', 'Progress', 'load_progress', 'kind_of', 'kind_classes', 'build_model', 'config_from_json', 'save_model',
-           'read_weights', 'copy_weights', 'load_weights', 'load_model', 'load_state', 'write_manifest',
-           'verify_checkpoint', 'save_checkpoint', 'load_checkpoint', 'list_checkpoints', 'recover_checkpoints',
-           'latest_checkpoint', 'keep_checkpoints', 'best_steps', 'training_record', 'average_checkpoints', 'read_log',
-           'append_log', 'truncate_log']
+           'tensor_shapes', 'read_weights', 'copy_weights', 'load_weights', 'load_model', 'load_state',
+           'write_manifest', 'verify_checkpoint', 'save_checkpoint', 'load_checkpoint', 'list_checkpoints',
+           'recover_checkpoints', 'latest_checkpoint', 'keep_checkpoints', 'best_steps', 'training_record',
+           'average_checkpoints', 'read_log', 'append_log', 'truncate_log']
 
 import contextlib
 import importlib
@@ -77,8 +77,7 @@ def kind_of(config) -> str:
     for kind, (_, config_name, _) in KINDS.items():
         if type(config).__name__ == config_name:
             return kind
-    raise ValueError(f'{type(config).__name__} is not the config of a known kind: '
-                     f'known are {", ".join(KINDS)}')
+    raise ValueError(f'{type(config).__name__} is not the config of a known kind: known are {", ".join(KINDS)}')
 
 def kind_classes(kind: str) -> tuple[type, type]:
     """Import the classes of a kind. Raises ValueError for an unknown kind.
@@ -121,6 +120,10 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
     atomic_write(folder / 'config.json', to_json(config))
     atomic_write(folder / 'model.safetensors', safetensors.torch.save(weights))
 
+def tensor_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple]:
+    "Return the shape of each tensor, by name."
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
 def read_weights(path: str | Path, model: nn.Module) -> dict[str, Tensor]:
     """Read a safetensors file. Raises ValueError unless names and shapes are the model's.
 
@@ -131,15 +134,14 @@ def read_weights(path: str | Path, model: nn.Module) -> dict[str, Tensor]:
         weights = safetensors.torch.load_file(path)
     except safetensors.SafetensorError as error:
         raise ValueError(f'{path} is damaged or incomplete, copy it again: {error}') from error
-    found = {name: tuple(w.shape) for name, w in weights.items()}
-    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    found = tensor_shapes(weights)
+    expected = tensor_shapes(dict(model.named_parameters()))
     names = sorted({*found, *expected})
     wrong = [name for name in names if found.get(name) != expected.get(name)]
     if wrong:
         name = wrong[0]
         raise ValueError(f'{path} does not fit its config.json in {len(wrong)} tensors: '
-                         f'{name} is {found.get(name, "missing")}, '
-                         f'expected {expected.get(name, "no such tensor")}')
+                         f'{name} is {found.get(name, "missing")}, expected {expected.get(name, "no such tensor")}')
     return weights
 
 def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
@@ -204,8 +206,7 @@ def verify_checkpoint(folder: str | Path) -> None:
             raise ValueError(f'{path} is missing')
         found = checksum(path)
         if found['size'] != expected['size']:
-            raise ValueError(f'{path} is damaged: it has {found["size"]} bytes, '
-                             f'expected {expected["size"]}')
+            raise ValueError(f'{path} is damaged: it has {found["size"]} bytes, expected {expected["size"]}')
         if found != expected:
             raise ValueError(f'{path} is damaged: its SHA-256 is not the one in manifest.json')
 
@@ -218,7 +219,7 @@ def _read_manifest(path):
                     for name, entry in manifest.items()}
     except (TypeError, LookupError, ValueError) as error:
         raise ValueError(f'{path} is damaged: {error!r}') from None
-    if to_json(manifest).encode() != path.read_bytes():
+    if to_json(manifest).encode() != path.read_bytes(): # a flipped bit can leave valid JSON
         raise ValueError(f'{path} is damaged: it is not as it was written')
     return manifest
 
@@ -276,6 +277,8 @@ def load_checkpoint(
     state = load_state(folder / 'state.pt')
     if ema is not None and not state.get('ema'):
         raise ValueError(f'{folder}/state.pt holds no moving average of the weights')
+    if ema is not None and tensor_shapes(state['ema']) != tensor_shapes(ema.state_dict()):
+        raise ValueError(f'{folder}/state.pt does not fit the moving average of the weights')
     weights = read_weights(folder / 'model.safetensors', model)
     try:
         optimizer.load_state_dict(state['optimizer']) # compares all groups before it changes one
@@ -295,7 +298,7 @@ def recover_checkpoints(out: str | Path) -> None:
     "Bring back a checkpoint whose replacement was killed between its two renames."
     for old in (Path(out) / 'checkpoints').glob('step-*.old'):
         with contextlib.suppress(OSError): # another process may have done it
-            recover(old.with_suffix(''))
+            recover(old.with_suffix('')) # its name without .old
 
 def latest_checkpoint(out: str | Path) -> Path | None:
     "Return a run's newest checkpoint, verified. Raises ValueError that names a damaged file."
@@ -313,12 +316,10 @@ def _advice(folders):
     "What to do when the last of these checkpoints is damaged."
     damaged = [folders[-1].name]
     for folder in reversed(folders[:-1]):
-        try:
+        with contextlib.suppress(ValueError):
             verify_checkpoint(folder)
-        except ValueError:
-            damaged.append(folder.name)
-        else:
             return f'{folder.name} is complete: delete {" and ".join(damaged)} to resume from there'
+        damaged.append(folder.name)
     return 'no earlier checkpoint is complete: delete them all to start again'
 
 def keep_checkpoints(out: str | Path, last: int, best: Sequence[int] = ()) -> None:
@@ -392,8 +393,7 @@ def average_checkpoints(folders: Sequence[str | Path], out: str | Path, overwrit
             verify_checkpoint(folder)
         for name in ('config.json', 'tokenizer.json'):
             if _content(folder / name) != _content(folders[0] / name):
-                raise ValueError(f'{folder} cannot be averaged with {folders[0]}: '
-                                 f'their {name} differ')
+                raise ValueError(f'{folder} cannot be averaged with {folders[0]}: their {name} differ')
     runs = {folder.parent.parent for folder in folders if folder.parent.name == 'checkpoints'}
     with contextlib.ExitStack() as locks: # a run in progress removes old checkpoints
         for run in sorted(runs):

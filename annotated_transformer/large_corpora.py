@@ -4,7 +4,7 @@
 
 __all__ = ['FORKS_ARE_WORKERS', 'WARM_UP', 'WordCache', 'cached_encoder', 'encode_rows', 'watch_forks', 'start_worker',
            'quiet_workers', 'encode_pairs_in_parallel', 'count_lengths', 'save_dataset', 'write_shard', 'PrepareConfig',
-           'make_plan', 'claim_plan', 'shared_tokenizer', 'shards', 'available_cores', 'save_splits', 'write_manifest',
+           'make_plan', 'claim_plan', 'shared_tokenizer', 'available_cores', 'save_splits', 'write_manifest', 'shards',
            'prepare']
 
 import os
@@ -49,9 +49,9 @@ class WordCache:
         return len(self.tokenizer)
 
     def forget(self) -> None:
-        "Remember no word."
-        self.numbers = defaultdict()                           # a new word gets the next number
-        self.numbers.default_factory = self.numbers.__len__
+        "Forget all words."
+        self.numbers = defaultdict()                           # {word: number}
+        self.numbers.default_factory = self.numbers.__len__    # looking up a new word gives it the next number
         self.ids = np.zeros(0, dtype=np.int32)                 # of all words
         self.starts = np.zeros(0, dtype=np.int64)              # of each word's ids
         self.lengths = np.zeros(0, dtype=np.int64)
@@ -81,12 +81,14 @@ class WordCache:
         words = np.fromiter(map(self.numbers.__getitem__, chain.from_iterable(rows)), dtype=np.int64)
         n_new = len(self.numbers) - n_known
         if n_new:
-            self.learn(list(islice(reversed(self.numbers), n_new))[::-1])
-        lengths = self.lengths[words]
-        offsets = np.concatenate([[0], np.cumsum(lengths)]) # of the words
-        places = np.repeat(self.starts[words] - offsets[:-1], lengths) + np.arange(offsets[-1])
-        words_of_texts = np.cumsum([0] + [len(row) for row in rows])
-        return self.ids[places], offsets[words_of_texts]
+            newest_first = list(islice(reversed(self.numbers), n_new))
+            self.learn(newest_first[::-1])
+        counts = self.lengths[words]
+        offsets = np.concatenate([[0], np.cumsum(counts)]) # where each word begins in the result
+        shifts = np.repeat(self.starts[words] - offsets[:-1], counts)
+        places = np.arange(offsets[-1]) + shifts
+        first_words = np.cumsum([0] + [len(row) for row in rows]) # of each text
+        return self.ids[places], offsets[first_words]
 
 @cache
 def cached_encoder(path: str, sha256: str) -> WordCache | Tokenizer:
@@ -278,7 +280,7 @@ def make_plan(config: PrepareConfig) -> dict:
             'inputs': inputs}
 
 def claim_plan(folder: Path, plan: dict) -> None:
-    "Make a folder that of a plan. Raises ValueError, and says what differs, if it is that of another one."
+    "Claim a folder for a plan. Raises ValueError that says what differs if another plan has claimed it."
     path = folder / 'plan.json'
     folder.mkdir(parents=True, exist_ok=True)
     if not path.is_file():
@@ -315,17 +317,6 @@ def shared_tokenizer(folder: Path, config: PrepareConfig, corpus: Corpus) -> Pat
             tokenizer.save(path, overwrite=True)
     return path
 
-def shards(pairs: Iterable[tuple[str, str]], shard_size: int) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Cut the training pairs into shards.
-
-    :return: (name, pairs) of each shard
-    """
-    pairs = iter(pairs)
-    number = 0
-    while part := list(islice(pairs, shard_size)):
-        yield f'shard-{number:05d}', part
-        number += 1
-
 def available_cores() -> int:
     "Return the number of cores that this process may use."
     if hasattr(os, 'sched_getaffinity'):
@@ -354,7 +345,7 @@ def save_splits(folder: Path, corpus: Corpus) -> dict[str, int]:
     return sizes
 
 def write_manifest(folder: Path, plan: dict, corpus: Corpus, names: Sequence[str]) -> dict:
-    "Complete a folder: save the splits, and write what was made from what. Raises ValueError for a foreign shard."
+    "Complete a folder: save the splits, write the manifest. Raises ValueError for a shard of another tokenizer."
     tokenizer = checksum(folder / 'tokenizer.json')
     splits = save_splits(folder, corpus)
     files = {'tokenizer.json': tokenizer}
@@ -381,6 +372,17 @@ def write_manifest(folder: Path, plan: dict, corpus: Corpus, names: Sequence[str
         'files': files}
     atomic_write(folder / 'manifest.json', to_json(manifest))
     return manifest
+
+def shards(pairs: Iterable[tuple[str, str]], shard_size: int) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Cut the training pairs into shards.
+
+    :return: (name, pairs) of each shard
+    """
+    pairs = iter(pairs)
+    number = 0
+    while part := list(islice(pairs, shard_size)):
+        yield f'shard-{number:05d}', part
+        number += 1
 
 def prepare(
     config: PrepareConfig, out: str | Path, share: tuple[int, int] = (1, 1), num_proc: int | None = None,

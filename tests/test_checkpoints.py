@@ -1,4 +1,5 @@
 "Checkpoints when things go wrong: killed at any moment, no space left, damaged files, malicious files."
+import copy
 import errno
 import importlib
 import io
@@ -295,6 +296,18 @@ def test_a_state_without_moving_average(tmp_path):
     with pytest.raises(ValueError, match='state.pt holds no moving average'):
         load_checkpoint(folder, model, optimizer, ema)
     assert load_checkpoint(save(tmp_path, 2), model, optimizer).step == 2 # one that nobody asks for is ignored
+
+
+def test_another_moving_average_changes_nothing(tmp_path):
+    folder = save(tmp_path, 1)
+    model, optimizer, _ = trained(seed=1)
+    weights = flat(model).clone()
+    state = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match='state.pt does not fit the moving average of the weights'):
+        load_checkpoint(folder, model, optimizer, AveragedModel(nn.Linear(2, 3)))
+    assert torch.equal(flat(model), weights)
+    for number, values in optimizer.state_dict()['state'].items():
+        assert all(torch.equal(values[name], state['state'][number][name]) for name in values)
 
 
 # --- killed
