@@ -24,7 +24,7 @@ class Site:
 
     :param module: name of a module, such as 'encoder.layers.0'
     :param positions: positions of the sentence; None: all
-    :param heads: of an attention: the outputs of these heads; None: the module's output
+    :param heads: heads of an attention module; None: the output of the whole module
     """
     module: str
     positions: tuple[int, ...] | None = None
@@ -44,7 +44,8 @@ def edit_output(module: nn.Module, edit: Callable[[Tensor], Tensor]) -> Iterator
 
 @contextmanager
 def edit_heads(mha: MultiHeadAttention, edit: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Edit the outputs of the heads of an attention, before the output projection, while the `with` block runs.
+    """Edit the outputs of the heads of an attention module, before the output projection, while the `with` block
+    runs.
 
     :param edit: takes all heads' outputs (batch, m, heads, d_v), returns what replaces them
     """
@@ -57,7 +58,7 @@ def edit_heads(mha: MultiHeadAttention, edit: Callable[[Tensor], Tensor]) -> Ite
         handle.remove()
 
 def edit_site(model: nn.Module, site: Site, edit: Callable[[Tensor], Tensor]):
-    "Return the context manager that edits a site: all heads of an attention, or the output of another module."
+    "Return the context manager that edits a site: all heads of an attention module, or the output of another module."
     module = model.get_submodule(site.module)
     return edit_output(module, edit) if site.heads is None else edit_heads(module, edit)
 
@@ -124,7 +125,7 @@ def patching_effect(
     model: nn.Module, src: Int[Tensor, "batch n"], other_src: Int[Tensor, "batch n"], tgt: Int[Tensor, "batch m"],
     token: Int[Tensor, "batch"], other_token: Int[Tensor, "batch"], sites: Sequence[Site],
 ) -> Float[Tensor, "batch"]:
-    """Patch activations of the other sentence into this one; return the share of the logit difference that follows.
+    """Patch activations of the other sentence into this one; return the share of the logit difference that it moves.
 
     :param src: the sentences to change
     :param other_src: their minimal pairs
@@ -164,11 +165,11 @@ def ablate(
     model: nn.Module, heads: Mapping[str, Sequence[int]], method: str = 'zero',
     outputs: Mapping[str, Tensor] | None = None, seed: int = 0,
 ) -> Iterator[None]:
-    """Replace the outputs of heads by zeros, by their mean, or by outputs at random positions of other sentences.
+    """Replace the outputs of heads by zeros, by their mean, or by outputs at random positions of random sentences.
 
     Raises ValueError for an unknown method, or if `outputs` is missing.
 
-    :param heads: name of an attention: indices of its heads
+    :param heads: name of an attention module: indices of its heads
     :param method: what replaces their outputs: one of `ABLATIONS`
     :param outputs: from `head_outputs`; for 'mean' and 'resample'
     :param seed: of the draws of 'resample'
@@ -212,12 +213,13 @@ def logit_gradients(
     m = len(targets)
     rows = torch.arange(m, device=src.device)
     with torch.enable_grad(), record_attention(model, keep_graph=True) as recorded:
-        log_probs = model(src.expand(m, -1), tgt.expand(m, -1)).log_softmax(-1) # a copy of the sentence for each token
+        # a copy of the sentence for each token: else a token's gradient would include its effect on later tokens
+        log_probs = model(src.expand(m, -1), tgt.expand(m, -1)).log_softmax(-1)
         total = log_probs[rows, rows, targets].sum()
         weights = {name: calls[0] for name, calls in recorded.items() if name.endswith('cross_attention')}
         gradients = torch.autograd.grad(total, list(weights.values()))
-    found = {}
+    logit_gradients = {}
     for (name, w), gradient in zip(weights.items(), gradients):
         logit_gradient = w * (gradient - (w * gradient).sum(-1, keepdim=True)) # derivative of the softmax
-        found[name] = logit_gradient[rows, :, rows].transpose(0, 1).detach()
-    return found
+        logit_gradients[name] = logit_gradient[rows, :, rows].transpose(0, 1).detach()
+    return logit_gradients

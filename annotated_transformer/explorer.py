@@ -31,7 +31,8 @@ def chart_libraries() -> tuple[Any, Any]:
     return altair, vl_convert
 
 def head_rows(kind: str, maps, n_queries: int, n_keys: int) -> Iterator[dict]:
-    """Return one row per head, and head -1 for the mean of a layer. Raises ValueError for what is not attention.
+    """Return one row per head, and head -1 for the mean of a layer. Raises ValueError for a wrong shape or other
+    values.
 
     :param kind: 'encoder', 'decoder' or 'cross'
     :param maps: weights (layers, heads, queries, keys)
@@ -41,7 +42,7 @@ def head_rows(kind: str, maps, n_queries: int, n_keys: int) -> Iterator[dict]:
         raise ValueError(f'maps of {kind!r} have shape {maps.shape}, not '
                          f'(layers, heads, {n_queries} queries, {n_keys} keys)')
     if not (maps.min() >= 0 and maps.max() < 1.01):
-        raise ValueError(f'maps of {kind!r} are no attention weights: '
+        raise ValueError(f'maps of {kind!r} are not attention weights: '
                          f'they run from {maps.min():.3g} to {maps.max():.3g}')
     for layer, heads in enumerate(maps):
         kept = heads[heads.any((1, 2))] # a head that was pruned has only zeros
@@ -62,7 +63,7 @@ COLORS = { # light page, dark page
     'weight_color': ('#8e5ed0', '#b18ae8'), 'highlight': ('#d05809', '#f08a3c')}
 
 def parameters(alt, heads: list[dict], kind: str, layer: int, head: int, threshold: float) -> list:
-    "Return what the reader chooses, what the pointer is on, and the colours."
+    "Return what the reader chooses, what the pointer is on, and the colors."
     kinds = list(dict.fromkeys(row['kind'] for row in heads))
     layers = sorted({row['layer'] for row in heads})
     numbers = sorted({row['head'] for row in heads})
@@ -125,7 +126,7 @@ class Layout:
 IS_PICKED = 'datum.layer == pick_layer && datum.head == pick_head'
 
 def head_table(layout: Layout) -> list:
-    "Every head of every layer: the larger its weights on single tokens, the stronger its colour."
+    "Every head of every layer: the more each query concentrates on one key, the stronger its color."
     heads = layout.data('heads')
     cell = layout.cell
     x = f'{layout.table_left} + {cell} * (datum.head + 1.5) - (datum.head < 0 ? 5 : 0)'
@@ -224,7 +225,9 @@ def vega_lite(maps: AttentionMaps, kind: str, layer: int | None, head: int, thre
     if layer is None:
         layer = max((row['layer'] for row in head_data if row['kind'] == kind), default=0)
     if not any((row['kind'], row['layer'], row['head']) == (kind, layer, head) for row in head_data):
-        raise ValueError(f'there is no head {head} in layer {layer} of {kind!r}')
+        known = sorted({row['head'] for row in head_data if (row['kind'], row['layer']) == (kind, layer)})
+        choice = f': choose from {known}; -1 is the mean' if known else ''
+        raise ValueError(f'there is no head {head} in layer {layer} of {kind!r}{choice}')
     layout = Layout(alt, 1 + max(row['layer'] for row in head_data), max(len(maps.src), len(maps.tgt)))
     chart = alt.layer(*head_table(layout), *background_marks(layout), *weight_marks(layout),
                       *token_marks(layout))
@@ -295,7 +298,8 @@ const ready = vegaEmbed('#view', spec, options).then(({view}) => {
 NOTE = ('Point at a query, on the right, to see its weights, '
         'or at a key, on the left, to see which queries attend to it. '
         'Lines and cells are as opaque as their weights are large. The slider hides the lines of small weights; '
-        'the map shows all. In the table, the stronger the colour of a head, the larger its weights on single tokens: '
+        'the map shows all. In the table, the stronger the color of a head, '
+        'the more each query concentrates on one key: '
         'click to choose a head. Layers and heads are numbered from 0.')
 
 @functools.cache
@@ -323,7 +327,7 @@ class Explorer:
                        'vega': vega_bundle(self.version), 'spec': spec}
 
     def png(self, scale: float = 1.0) -> bytes:
-        """Return a picture of what the page shows first, on light ground.
+        """Return a picture of the initial view, on a light background.
 
         :param scale: size relative to the page
         :return: a PNG file

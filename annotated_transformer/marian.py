@@ -161,7 +161,7 @@ def select_rows(table: Float[Tensor, "theirs *features"], rows: list[int | None]
     return selected
 
 def find_tensor(path: Path, weights: Mapping[str, Tensor], names, shape) -> Tensor:
-    "Return the first of these tensors that the file has. Raises ValueError if it has none, or in another shape."
+    "Return the first of these tensors that the file has. Raises ValueError if it has none, or one of another shape."
     found = [name for name in names if name in weights]
     if not found:
         raise ValueError(f'{path} has no {names[0]}')
@@ -177,16 +177,16 @@ def check_left_over(path: Path, weights: Mapping[str, Tensor], model: MarianTran
         known.update(places)
     table = model.src_positions.table
     for name in weights.keys() - known:
-        if not name.endswith('coder.embed_positions.weight'):
+        if name not in ('model.encoder.embed_positions.weight', 'model.decoder.embed_positions.weight'):
             raise ValueError(f'{path}: {name} has no counterpart in this architecture')
-        if not torch.allclose(find_tensor(path, weights, [name], table.shape), table, atol=2e-3):
+        if not torch.allclose(find_tensor(path, weights, [name], table.shape), table, atol=2e-3): # may be float16
             raise ValueError(f'{path}: {name} does not hold sinusoidal positions')
 
 def marian_model(
     path: Path, weights: Mapping[str, Tensor], config: dict, src_rows: list[int | None], tgt_rows: list[int | None],
     forbidden: tuple[int, ...] = (),
 ) -> MarianTransformer:
-    """Return our model with the weights of a Marian model. Raises ValueError that names a tensor at fault.
+    """Return our model with the weights of a Marian model. Raises ValueError that names the tensor.
 
     :param path: file of the weights, for error messages
     :param weights: by the names of transformers
@@ -244,7 +244,7 @@ ACTIVATION_NAMES = {'relu': 'relu', 'gelu': 'gelu', 'swish': 'swish', 'silu': 's
 def read_required(folder: Path, name: str) -> dict:
     "Read a JSON file of a Marian folder. Raises FileNotFoundError or ValueError that names it."
     if not (folder / name).is_file():
-        problem = f'it has no {name}' if folder.is_dir() else 'it is no folder'
+        problem = f'it has no {name}' if folder.is_dir() else 'it is not a folder'
         raise FileNotFoundError(f'{folder} is not a Marian folder: {problem}')
     return read_json(folder / name)
 
@@ -264,7 +264,7 @@ def read_marian_config(folder: Path) -> dict:
     activation = config['activation_function']
     if activation not in ACTIVATION_NAMES:
         raise ValueError(f'{path}: activation_function={activation!r} is unknown: '
-                         f'known are {", ".join(ACTIVATION_NAMES)}')
+                         f'choose one of {", ".join(ACTIVATION_NAMES)}')
     config['activation_function'] = ACTIVATION_NAMES[activation]
     config['decoder_vocab_size'] = config['decoder_vocab_size'] or config['vocab_size']
     return config

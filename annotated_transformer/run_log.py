@@ -18,14 +18,14 @@ from .checkpoints import Progress, append_log, best_steps, read_log, truncate_lo
 from .progress import Bar, new_bar
 
 class RunLog:
-    """What a run reports while it trains.
+    """Write the logs of a run, and show its progress.
 
     `log.jsonl` gets metrics, `clock.jsonl` times, `samples.jsonl` translations; there is a progress bar,
     and on request TensorBoard and a callback.
 
     :param out: the run's folder
     :param tensorboard: raises ValueError if it is not installed
-    :param on_log: called with all rows of the log after each new row
+    :param on_log: gets all rows of the log, read again after each
     """
     def __init__(
         self, out: Path, progress_bar: bool = True, tensorboard: bool = False,
@@ -35,7 +35,7 @@ class RunLog:
         self.clock = Path(out) / 'clock.jsonl'
         self.samples = Path(out) / 'samples.jsonl'
         self.on_log = on_log
-        self.initial_metrics = {}  # of step 0: written when a run begins, not when it resumes
+        self.initial_metrics = {}  # before training, logged as step 0 when a run begins, not when it resumes
         self.seconds_after_training = 0.0 # expected time of what follows, such as the final evaluation
         self.time_left = '?'
         self.make_writer = tensorboard_writer() if tensorboard else None
@@ -81,7 +81,7 @@ class RunLog:
             self.writer.close()
 
     def write(self, progress: Progress, metrics: dict, **times) -> None:
-        "Append one row to each file."
+        "Append one row to the log and one to the clock."
         append_log(self.log, {'step': progress.step, 'epoch': progress.epoch, **metrics})
         append_log(self.clock, {'step': progress.step, 'minutes': round(progress.minutes, 3), **times})
         if self.writer:
@@ -91,7 +91,7 @@ class RunLog:
             self.on_log(read_log(self.log))
 
     def log_step(self, progress: Progress, lr: float) -> None:
-        "Write the mean loss per token since the last such row."
+        "Write the mean loss per token since the last such row. The caller then sets `loss_sum` and `loss_tokens` to 0."
         loss = progress.loss_sum / progress.loss_tokens
         seconds = time.monotonic() - self.clock_start
         speed = round((progress.tokens - self.clock_tokens) / seconds)
@@ -145,7 +145,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """Record the first SIGINT or SIGTERM instead of obeying it; the second has its usual effect.
+    """Record the first SIGINT or SIGTERM instead of acting on it; the second has its usual effect.
 
     Outside the main thread, where Python cannot catch signals, nothing is recorded.
 
@@ -168,7 +168,7 @@ def catch_signals() -> Iterator[list[int]]:
         restore()
 
 def should_stop_early(rows: list[dict], monitor: str, patience: int | None) -> bool:
-    """Return whether none of the last `patience` validations is the best.
+    """Return whether the best validation is older than the last `patience` ones, or all are NaN.
 
     :param rows: validations so far
     :param monitor: the metric that decides
@@ -182,6 +182,7 @@ def should_stop_early(rows: list[dict], monitor: str, patience: int | None) -> b
 
 def best_name(values: dict[str, float], monitor: str) -> str:
     "Return the name of the lowest loss or the highest BLEU; 'last' if all are NaN."
-    numbers = [name for name in values if not math.isnan(values[name])]
-    best = min if monitor == 'val_loss' else max
-    return best(numbers, key=values.get, default='last')
+    names = [name for name in values if not math.isnan(values[name])]
+    if monitor == 'val_loss':
+        return min(names, key=values.get, default='last')
+    return max(names, key=values.get, default='last')

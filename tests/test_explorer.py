@@ -75,9 +75,9 @@ def test_pruned_heads_do_not_count_in_the_mean():
 @pytest.mark.parametrize('changes, message', [
     ({'src': ['one']}, r"'encoder' have shape \(2, 3, 6, 6\), not \(layers, heads, 1 queries, 1 keys\)"),
     ({'tgt': ['one'], 'encoder': None, 'decoder': None}, r"'cross' have shape .*, 1 queries, 6 keys\)"),
-    ({'encoder': random_weights(2, 3, 6, 6) * torch.nan}, 'no attention weights: they run from nan'),
-    ({'encoder': -random_weights(2, 3, 6, 6)}, 'no attention weights'),
-    ({'encoder': 2 * torch.ones(2, 3, 6, 6)}, 'no attention weights'),
+    ({'encoder': random_weights(2, 3, 6, 6) * torch.nan}, 'not attention weights: they run from nan'),
+    ({'encoder': -random_weights(2, 3, 6, 6)}, 'not attention weights'),
+    ({'encoder': 2 * torch.ones(2, 3, 6, 6)}, 'not attention weights'),
     ({'src': []}, 'shape'),
 ])
 def test_unfit_maps_are_refused(changes, message):

@@ -340,7 +340,7 @@ def test_paths_that_are_none(tmp_path):
             function(SHIPPED, '')
         with pytest.raises(FileExistsError, match='pairs.tsv exists: choose another folder'):
             function(SHIPPED, tmp_path / 'pairs.tsv')
-        with pytest.raises(FileNotFoundError, match='pairs.tsv is a file|pairs.tsv is not a Marian folder: it is no folder'):
+        with pytest.raises(FileNotFoundError, match='pairs.tsv is a file|pairs.tsv is not a Marian folder: it is not a folder'):
             function(tmp_path / 'pairs.tsv', tmp_path / 'out')
     with pytest.raises(ValueError, match='is of this library already: use the folder as it is'):
         import_marian(SHIPPED, tmp_path / 'out')
