@@ -116,7 +116,7 @@ def compare(
     bleu, baseline = bleu_of_counts(ours.sum(0)), bleu_of_counts(theirs.sum(0))
     swap = np.random.default_rng(12345).integers(2, size=(samples, len(ours))) # 1: swap
     change = swap @ (theirs - ours) # (samples, 10): what the swaps add to our sums
-    count = 0
-    for a, b in zip(ours.sum(0) + change, theirs.sum(0) - change):
-        count += abs(bleu_of_counts(a) - bleu_of_counts(b)) >= abs(bleu - baseline)
+    sums = zip(ours.sum(0) + change, theirs.sum(0) - change)
+    differences = [abs(bleu_of_counts(a) - bleu_of_counts(b)) for a, b in sums]
+    count = sum(difference >= abs(bleu - baseline) for difference in differences)
     return Comparison(bleu, baseline, (count + 1) / (samples + 1))
