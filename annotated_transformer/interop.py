@@ -49,6 +49,7 @@ TORCH_NAMES = { # parts of a layer of torch.nn.Transformer: our parts, stacked
         'norm3.': ('residual3.norm',),
     },
 }
+
 CTRANSLATE2_NAMES = { # parts of a layer of CTranslate2: our parts, stacked
     'encoder': {
         'self_attention.linear.0': ('self_attention.q_proj', 'self_attention.k_proj', 'self_attention.v_proj'),
@@ -171,7 +172,7 @@ def torch_settings(module: nn.Transformer) -> dict:
             if not torch.equal(layer.activation(x), x.relu()):
                 raise ValueError(f'activation {layer.activation} is not ReLU, which our layers have')
         if (stack.norm is not None) != (settings[-1]['norm'] == 'pre'):
-            raise ValueError('our stacks end in a layer norm if they are pre-norm, and only then')
+            raise ValueError('a stack must end in a layer norm if it is pre-norm, and only then: ours do')
     if any(layer != settings[0] for layer in settings):
         raise ValueError('the layers of encoder and decoder differ: ours have the same sizes everywhere')
     for part in module.modules():
@@ -211,7 +212,7 @@ def read_generation(path: Path, config: dict) -> tuple[dict, tuple[int, ...]]:
     for name, (default, values) in OTHER_SEARCH.items():
         value = found.get(name, default)
         if value not in values:
-            warnings.warn(f'{path}: {name}={value!r} is not kept: our search has {" or ".join(map(repr, values))}')
+            warnings.warn(f'{path}: {name}={value!r} is not kept: our search offers only {" or ".join(map(repr, values))}')
     if found.get('max_length', 20) < found.get('max_position_embeddings', 0): # 20: their default
         warnings.warn(f'{path}: max_length is not kept: we limit the tokens beyond the source, max_extra_tokens')
     words = found.get('bad_words_ids', [])

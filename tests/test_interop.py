@@ -95,7 +95,7 @@ def test_pytorchs_own_pre_norm_module_comes_in():
 
 
 @pytest.mark.parametrize('changes, message', [
-    ({'norm_first': False}, 'end in a layer norm if they are pre-norm, and only then'),
+    ({'norm_first': False}, 'must end in a layer norm if it is pre-norm, and only then'),
     ({'num_decoder_layers': 3}, 'the layers of encoder and decoder differ'), ({'bias': False}, 'bias=False'),
     ({'layer_norm_eps': 1e-6}, 'layer_norm_eps=1e-06'), ({'activation': 'gelu'}, 'is not ReLU')], ids=str)
 def test_a_module_that_our_model_cannot_represent(changes, message):
@@ -165,7 +165,7 @@ def test_search_settings_that_we_do_not_have(tmp_path):
 
 
 @pytest.mark.parametrize('fields, message', [
-    ({}, None), ({'early_stopping': False}, "early_stopping=False is not kept: our search has True or 'never'"),
+    ({}, None), ({'early_stopping': False}, "early_stopping=False is not kept: our search offers only True or 'never'"),
     ({'early_stopping': False, 'num_beams': 1}, None),
     ({'renormalize_logits': False}, 'renormalize_logits=False is not kept'),
     ({'max_length': 60}, 'max_length is not kept')],
