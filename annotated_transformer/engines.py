@@ -2,8 +2,8 @@
 
 """Engines: translate with PyTorch or with CTranslate2 behind one interface, and get the same translations."""
 
-__all__ = ['PACKAGE', 'EngineName', 'ComputeType', 'FORMAT', 'CONVERTED', 'PyTorchEngine', 'CTranslate2Engine', 'BatchSearch',
-           'conversion_name', 'convert', 'check_conversion', 'converted_folder', 'choose_engine',
+__all__ = ['GROUP_SIZE', 'PACKAGE', 'EngineName', 'ComputeType', 'FORMAT', 'CONVERTED', 'PyTorchEngine', 'CTranslate2Engine',
+           'BatchSearch', 'conversion_name', 'convert', 'check_conversion', 'converted_folder', 'choose_engine',
            'ctranslate2_obstacle']
 
 import hashlib
@@ -29,6 +29,7 @@ from .inference import DecodingConfig
 from .interop import ctranslate2_library, export_ctranslate2, require_ctranslate2
 from .vocabulary import EOS, Tokenizer
 
+GROUP_SIZE = 16 # sentences that CTranslate2 searches together at least, if their lengths allow it
 PACKAGE = Path(str(files('annotated_transformer'))).resolve()
 
 EngineName = Literal['auto', 'pytorch', 'ctranslate2']
@@ -286,14 +287,28 @@ class BatchSearch:
         return self.results
 
     def groups(self, indices: Sequence[int], margin: int) -> list[tuple[list[int], int]]:
-        "Group sentences by the maximum length of their search, those with and without a prefix apart."
-        groups = {}
+        """Group sentences by the maximum length of their search, those with and without a prefix apart.
+
+        A step of a small group is hardly cheaper than one of a larger group. So shorter sentences join a group of fewer
+        than GROUP_SIZE, unless their own limit is below its maximum length.
+        """
+        sentences = []
         for i in indices:
             length = max(len(self.rows[i]), len(self.prefix[i])) + margin
             length = min(length + length % 2, self.limits[i]) # an even number: fewer groups
-            key = (length, len(self.prefix[i]) > 0)
-            groups.setdefault(key, []).append(i)
-        return [(group, length) for (length, _), group in groups.items()]
+            sentences.append((len(self.prefix[i]) > 0, length, i))
+        groups = []
+        last_kind = None
+        for has_prefix, length, i in sorted(sentences, reverse=True): # the longest first
+            if has_prefix == last_kind:
+                group, max_length = groups[-1]
+                is_small = len(group) < GROUP_SIZE and max_length <= self.limits[i]
+                if length == max_length or is_small:
+                    group.append(i)
+                    continue
+            groups.append(([i], length))
+            last_kind = has_prefix
+        return groups
 
 FORMAT = 1 # of a conversion; a new number converts every model anew
 CONVERTED = ('model.bin', 'config.json', 'shared_vocabulary.json') # files that CTranslate2 reads

@@ -4,14 +4,16 @@
     python benchmarks/serving.py --data-dir DIR
 
 writes results/serving.json, which the page about serving shows. DIR holds Multi30k: its sentences go through a model of
-the recipe's size with random weights, whose translations end at the length of their sources. With --model, a model of
-your own takes its place. Each part is written as soon as it is measured; --part measures one of them again.
+the recipe's size with random weights, whose translations end at the length of their sources. With --model, a trained
+model takes its place, and --texts names a file with sentences for it. Each part is written as soon as it is measured;
+--part measures one of them again.
 
 Server and clients share this machine. Other programs disturb rates and latencies, so the record has the load of the
 machine, and the ratio of processor times as well, which they hardly disturb.
 """
 import argparse
 import asyncio
+import gzip
 import itertools
 import json
 import os
@@ -42,11 +44,11 @@ PATH = Path(__file__).parent / 'results/serving.json'
 N_CLIENTS = 32
 OVERSIZED = b'{"q": "' + b'a' * 300_000 + b'"}'
 BAD_REQUESTS = { # kind: body, bytes that the header promises, whether the client reads the answer
-    'no JSON': (b'{"q": ', None, True),
+    'invalid JSON': (b'{"q": ', None, True),
     'a number for q': (b'{"q": 3}', None, True),
     'an unknown language': (b'{"q": "The dog sleeps.", "target": "fr"}', None, True),
     '300,000 bytes': (OVERSIZED, None, True),
-    'no HTTP': (None, None, True),
+    'not HTTP': (None, None, True),
     'cut off': (b'{"q": "The dog', 1000, False),
     'the client leaves': (b'{"q": "The dog sleeps."}', None, False),
 }
@@ -128,7 +130,7 @@ class Client:
         body, length, reads = BAD_REQUESTS[kind]
         reader, writer = await asyncio.open_connection('127.0.0.1', self.port)
         try:
-            writer.write(b'\x16\x03\x01 this is no HTTP\r\n\r\n' if body is None else http(body, length))
+            writer.write(b'\x16\x03\x01 this is not HTTP\r\n\r\n' if body is None else http(body, length))
             await writer.drain()
             return str((await read_answer(reader))[0]) if reads else 'closed'
         except (OSError, asyncio.IncompleteReadError):
@@ -239,6 +241,7 @@ def main():
     parser.add_argument('--part', choices=['shipped', 'recipe', 'soak'], action='append', help='default: all')
     parser.add_argument('--data-dir', help='folder of Multi30k, for the part recipe')
     parser.add_argument('--model', help="a trained model's folder, for the part recipe; default: random weights")
+    parser.add_argument('--texts', help='a gzipped file of sentences for --model; default: those of --data-dir')
     parser.add_argument('--sentences', type=int, default=1000)
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--requests', type=int, default=10_000)
@@ -253,10 +256,15 @@ def main():
             elif part == 'soak':
                 found = soak(SHIPPED, toy, args.requests)
             else:
-                model, sentences = recipe_model(args.data_dir, Path(folder) / 'model')
+                if args.texts:
+                    model, sentences = args.model, gzip.open(args.texts, 'rt', encoding='utf-8').read().splitlines()
+                else:
+                    model, sentences = recipe_model(args.data_dir, Path(folder) / 'model')
                 found = throughput(args.model or model, sentences[:args.sentences], args.rounds)
                 found['weights'] = 'trained' if args.model else 'random'
-        command = about()['command'].replace(str(args.data_dir), 'DIR')
+        command = about()['command']
+        for path, name in [(args.data_dir, 'DIR'), (args.model, 'MODEL'), (args.texts, 'TEXTS')]:
+            command = command.replace(str(path), name)
         record |= {**about(), 'command': command, 'clients': N_CLIENTS, 'nice': os.nice(0), part: found}
         atomic_write(args.out, json.dumps(record, indent=1) + '\n')
         print(part, json.dumps(found), flush=True)

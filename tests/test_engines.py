@@ -22,7 +22,7 @@ from annotated_transformer.relative_positions import RelativeConfig
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.transformer import TransformerConfig
 from annotated_transformer.translator import SHIPPED, Translator
-from annotated_transformer.vocabulary import BOS, EOS, PAD, SPECIALS, WordTokenizer
+from annotated_transformer.vocabulary import BOS, EOS, PAD, SPECIALS, UNK, WordTokenizer
 
 WORDS = WordTokenizer([*SPECIALS, *[f'w{i}' for i in range(40)]], ('en', 'de'))
 SIZES = {'vocab_size': len(WORDS), 'n_layers': 2, 'd_model': 16, 'd_ff': 24, 'n_heads': 4, 'max_len': 64}
@@ -142,6 +142,22 @@ def test_the_margin_of_the_first_search_adapts_itself(shipped):
         engine.margin = margin
         assert_same(engine.beam_search(rows, DecodingConfig()), expected)
         assert engine.margin > 1.0 if margin == 1.0 else engine.margin < 60.0
+
+
+def test_shorter_sentences_join_a_small_group(shipped):
+    "Up to 16 sentences, as far as their own limits allow; those with a prefix stay apart."
+    engine = shipped[1].engine
+    rows = [[UNK] * n + [EOS] for n in range(3, 33)]
+    everyone = list(range(len(rows)))
+    groups = engines.BatchSearch(engine, rows, DecodingConfig(), None).groups(everyone, 4)
+    assert [len(group) for group, _ in groups] == [16, 14]
+    assert [max_length for _, max_length in groups] == [38, 22]
+    limited = engines.BatchSearch(engine, rows, DecodingConfig(max_extra_tokens=0), None)
+    for group, max_length in limited.groups(everyone, 4):
+        assert all(max_length <= limited.limits[i] for i in group)
+    prefix = [[UNK] * (i % 2) for i in everyone]
+    for group, _ in engines.BatchSearch(engine, rows, DecodingConfig(), prefix).groups(everyone, 4):
+        assert len({i % 2 for i in group}) == 1
 
 
 def test_samples_follow_the_distribution(shipped):

@@ -30,7 +30,7 @@ FLOORS = {
     5: 'trainer interop heads',
     5.5: 'engines onnx_export', # inference, and conversions as interop makes them; translator uses engines
     6: 'translator score_report line_translation',
-    7: 'recipe',
+    7: 'recipe serving',
     7.5: 'run_reports',
     8: 'server train_command',
     8.5: 'commands prepare_command',

@@ -2,6 +2,7 @@
 import asyncio
 import json
 import logging
+import queue
 import re
 import signal
 import socket
@@ -109,6 +110,25 @@ def test_limits_of_size(translator):
                 yield b'x' * 10
 
         assert client.post('/translate', content=parts()).status_code == 413
+
+
+def test_a_sentence_that_the_model_would_truncate_is_refused(client, translator):
+    "It gets 413, and so does a request that holds it; other sentences of its batch are translated."
+    long = 'dog ' * translator.model.config.max_len
+    reason = f'a sentence has {translator.model.config.max_len} tokens: this model reads at most'
+    for path in ('/translate', '/attention'):
+        answer = client.post(path, json={'q': long})
+        assert answer.status_code == 413 and answer.json()['error'].startswith(reason)
+    assert client.post('/translate', json={'q': ['The dog sleeps.', long]}).status_code == 413
+    batcher, _ = server.make_batchers(translator, ServerConfig())
+    good, refused = batcher.translate(['The dog sleeps.', long], 1)
+    assert good[0].text == 'Der Hund schläft.' and isinstance(refused, BadRequest)
+    assert server.too_long(translator, ['dog ' * (translator.model.config.max_len - 1)]) == {}
+
+
+def test_detect_knows_one_language(client):
+    assert client.post('/detect', data={'q': 'The dog sleeps.'}).json() == [{'language': 'en', 'confidence': 100.0}]
+    assert client.post('/detect', json={}).status_code == 400
 
 
 def test_api_key(translator):
@@ -354,6 +374,45 @@ serve(translator, ServerConfig(port=0, log_requests=False), lambda address: prin
         process.kill()
 
 
+@pytest.fixture(params=['h11', 'httptools'])
+def hasty(request, translator, monkeypatch):
+    "The port of a server with a time limit of half a second."
+    protocols = pytest.importorskip(f'uvicorn.protocols.http.{request.param}_impl')
+    protocol = protocols.H11Protocol if request.param == 'h11' else protocols.HttpToolsProtocol
+    monkeypatch.setattr('uvicorn.protocols.http.auto.AutoHTTPProtocol', protocol)
+    addresses = queue.Queue()
+    config = ServerConfig(port=0, timeout=0.5, log_requests=False)
+    threading.Thread(target=server.serve, args=(translator, config, addresses.put), daemon=True).start()
+    return int(addresses.get(timeout=20).split(':')[-1])
+
+
+@pytest.mark.parametrize('before', [b'', b'GET /health HTTP/1.1\r\nHost: test\r\n\r\n'], ids=['first request', 'second request'])
+def test_headers_have_a_time_limit(hasty, before):
+    "A client that sends its headers byte by byte, and does not finish them, is cut off."
+    with socket.create_connection(('127.0.0.1', hasty), timeout=10) as client:
+        if before:
+            client.sendall(before)
+            assert client.recv(10_000).startswith(b'HTTP/1.1 200')
+        start = time.monotonic()
+        client.sendall(b'GET /health HTTP/1.1\r\nHost: ')
+        client.settimeout(0.1)
+        with pytest.raises(OSError):
+            for _ in range(100):
+                client.sendall(b'a')
+                try:
+                    if client.recv(1) == b'':
+                        raise ConnectionResetError
+                except TimeoutError:
+                    continue
+        assert 0.3 < time.monotonic() - start < 3
+
+
+def test_a_slow_body_gets_a_reason(hasty):
+    with socket.create_connection(('127.0.0.1', hasty), timeout=10) as client:
+        client.sendall(b'POST /translate HTTP/1.1\r\nHost: test\r\nContent-Length: 24\r\n\r\n{"q": ')
+        assert client.recv(10_000).startswith(b'HTTP/1.1 408')
+
+
 @pytest.fixture(scope='module')
 def address(translator):
     "The address of a running server."
@@ -367,6 +426,19 @@ def address(translator):
     yield f'http://127.0.0.1:{http_server.servers[0].sockets[0].getsockname()[1]}'
     http_server.should_exit = True
     thread.join(10)
+
+
+def test_the_list_of_endpoints_is_complete_and_needs_no_other_server(chromium, address):
+    page = chromium.new_page()
+    asked = []
+    page.on('request', lambda request: asked.append(request.url))
+    page.goto(f'{address}/docs')
+    text = page.inner_text('body')
+    for path, methods in page.evaluate('fetch("openapi.json").then(answer => answer.json())')['paths'].items():
+        for method in methods:
+            assert f'{method.upper()} {path}' in text
+    assert all(url.startswith(address) for url in asked)
+    page.close()
 
 
 @pytest.fixture
