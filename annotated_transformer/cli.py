@@ -33,7 +33,7 @@ COMMANDS = { # name: module and class, and what the list of commands says
     'attention': ('commands', 'Attention', 'Show the attention weights for a sentence: a web page, or a picture'),
     'average': ('model_commands', 'Average', "Average a run's checkpoints into a new model"),
     'import-marian': ('model_commands', 'ImportMarian', 'Convert a Marian or OPUS-MT model'),
-    'export': ('model_commands', 'Export', 'Convert a model for CTranslate2 or Marian'),
+    'export': ('model_commands', 'Export', 'Convert a model for CTranslate2, Marian or ONNX'),
     'serve': ('model_commands', 'Serve', 'Translate over HTTP, for browsers and other programs'),
     'demo': ('train_command', 'Demo', 'Train, translate and score the toy translator in a few minutes'),
 }

@@ -355,6 +355,8 @@ def test_a_start_brings_sizes_and_languages(trained):
     assert command.run.corpus.pair == 'en-de' and type(command.run.model) is type(config)
     training = command.run.training
     assert (training.peak_lr, training.warmup_steps, training.save_every) == (1e-3, 100, 100) # not those of a new model
+    assert command.out == Path('runs/toy-ende-from-run') # not the folder of a new model
+    assert parse(['train', '--tsv', 'x.tsv', '--start-from', str(trained), '--out', 'runs/new']).out == Path('runs/new')
 
 
 # --- train
