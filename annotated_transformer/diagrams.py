@@ -20,13 +20,13 @@ def attention() -> None:
     "Equation 1 from left to right, with shapes. The saturated row follows one query."
     ax = canvas(7.5, 1.65)
     y = 0.82
-    weights = np.array([0.5, 0.1, 0.25, 0.15, 0, 0])
-    shade = 0.25 + 0.75 * weights / weights.max()
+    shade = [1, 0.4, 0.625, 0.475] # of the weights of a query; two more keys are masked
+    emphasis = [0.3, 1, 0.3, 0.3]  # of the queries
     def rows(color, width):
-        return [[(color, 1 if i == 1 else 0.3)] * width for i in range(4)]
-    attended = [[(PURPLE, s if i == 1 else 0.3 * s) if w else PALE for w, s in zip(weights, shade)] for i in range(4)]
-    values = [[(GREEN, s) if w else PALE] * 2 for w, s in zip(weights, shade)]
-    logits = [[(PURPLE, s if i == 1 else 0.3 * s) for s in (1, 0.4, 0.7, 0.5, 0.85, 0.6)] for i in range(4)]
+        return [[(color, e)] * width for e in emphasis]
+    attended = [[(PURPLE, e * s) for s in shade] + [PALE] * 2 for e in emphasis]
+    values = [[(GREEN, s)] * 2 for s in shade] + [[PALE] * 2] * 2
+    logits = [[(PURPLE, e * s) for s in (1, 0.4, 0.7, 0.5, 0.85, 0.6)] for e in emphasis]
     matrix(ax, 0.42, y, rows(BLUE, 3), 'query', '(m, d_k)')
     matrix(ax, 1.4, y, [[ORANGE] * 6] * 3, 'keyᵀ', '(d_k, n)')
     matrix(ax, 3.35, y, logits, 'logits', '(m, n)')
@@ -77,7 +77,11 @@ def heads() -> None:
 def positions() -> None:
     "Token embeddings plus position vectors: the same word gets different vectors at different positions."
     ax = canvas(7.5, 1.8)
-    words, ids, d, y, cell = ['the', 'dog', 'sees', 'the', 'cat'], [4, 17, 9, 4, 23], 8, 0.85, 0.19
+    words = ['the', 'dog', 'sees', 'the', 'cat']
+    ids = [4, 17, 9, 4, 23]
+    d = 8
+    y = 0.85
+    cell = 0.19
     embeddings = np.random.default_rng(1).normal(size=(30, d)).clip(-1.3, 1.3)[ids]
     angles = np.arange(5)[:, None] * 5 ** (-np.arange(0, d, 2) / 2)
     table = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(5, d)
@@ -357,7 +361,8 @@ def beam(steps, root: str = 'BOS', name=str) -> None:
         rows = [order.index(i) for i in range(len(step))]
         places = []
         for i, (parent, token, prob, state) in enumerate(step):
-            x, y = 0.55 + (k + 1) * spacing - width / 2, middle + 0.54 * ((len(step) - 1) / 2 - rows[i])
+            x = 0.55 + (k + 1) * spacing - width / 2
+            y = middle + 0.54 * ((len(step) - 1) / 2 - rows[i])
             note = f'{prob:.2f}' + (' (returned)' if state == 'finished' and prob == best else '')
             place = box(ax, x, y, name(token), note, colors[state], width, 0.44, code=False)
             arrow(ax, before[parent].right, place.left, width=0.8 if state == 'pruned' else 1.6)

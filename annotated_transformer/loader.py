@@ -101,7 +101,9 @@ def count_batches(counts: np.ndarray, max_tokens: int, multiple: int = 1) -> int
         n_full, rest = divmod(n_rows + int(counts[length]) - 1, capacity) # -1: a full last batch is not counted yet
         n_batches += n_full
         n_rows = rest + 1
-    return n_batches + bool(n_rows)
+    if n_rows:
+        n_batches += 1
+    return n_batches
 
 def windows(n: int, seed: int = 0, epoch: int = 0, shuffle: bool = True) -> Iterator[np.ndarray]:
     """Split an epoch into windows that can be sorted in memory; each pair is in exactly one.

@@ -3,9 +3,9 @@
 """The commands `train` and `demo`: how options get their defaults, how to rename the languages of a run, and how an
 interrupted run resumes."""
 
-__all__ = ['GROUPS', 'ANY_POSITIONS', 'ASSUMED_PAIR', 'FINE_TUNING', 'FILES_OF', 'chosen_device', 'changed_model', 'stored_pair',
-           'set_languages', 'relabel', 'named_corpus', 'replaced_data', 'varying', 'Train', 'train', 'resumable',
-           'Demo', 'show', 'draw_attention']
+__all__ = ['GROUPS', 'ASSUMED_PAIR', 'FINE_TUNING', 'FILES_OF', 'chosen_device', 'changed_model', 'stored_pair', 'set_languages',
+           'relabel', 'named_corpus', 'replaced_data', 'varying', 'Train', 'train', 'resumable', 'Demo', 'show',
+           'draw_attention']
 
 import json
 import warnings
@@ -34,7 +34,7 @@ from .run_folder import check_model_folder, lock_folder
 from .run_reports import end_report, language_name, start_report
 from .score_report import counted, phenomenon_scores
 from .trainer import TrainConfig
-from .transformer import PRESETS, TransformerConfig
+from .transformer import POSITIONS, PRESETS, TransformerConfig
 from .translator import FILES, Translator
 from .vocabulary import load_tokenizer
 
@@ -68,8 +68,6 @@ GROUPS = { # of train: heading, introduction, options
     'validation and checkpoint': ('', ('save_every', 'log_every', 'val_sentences', 'monitor', 'patience', 'keep_best',
                                        'average_best')),
 }
-
-ANY_POSITIONS = Literal['sinusoidal', 'learned', 'none', 'rotary', 'alibi', 'directional-alibi']
 
 def changed_model(model: Any, architecture: str, values: Mapping[str, Any]) -> Any:
     """Return a configuration with the values of the options. Raises ValueError for sizes that do not fit together.
@@ -189,7 +187,7 @@ class Train(Command):
         'pair': str | None,
         'recipe': Literal[tuple(RECIPES)] | None,
         'preset': Literal[tuple(PRESETS)] | None,
-        'positions': ANY_POSITIONS,
+        'positions': Literal[(*POSITIONS, *RELATIVE_POSITIONS)],
         'architecture': Literal['transformer', 'recurrent'],
     }
     TEXTS = {

@@ -123,7 +123,8 @@ class TextModel:
         require(texts, list, tuple, name='texts')
         if side not in ('src', 'tgt'):
             raise ValueError(f"side={side!r} must be 'src' or 'tgt'")
-        language = self.tokenizer.langs[side == 'tgt']
+        source, target = self.tokenizer.langs
+        language = source if side == 'src' else target
         own_report = report or self.new_report('sentences' if side == 'src' else 'target sentences')
         rows = self.tokenizer.encode_batch(list(texts), language)
         rows = own_report.check(texts, rows, lambda text: self.tokenizer.unknown(text, language), UNK)

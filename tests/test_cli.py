@@ -15,6 +15,7 @@ import sys
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -24,10 +25,11 @@ from annotated_transformer.checkpoints import list_checkpoints
 from annotated_transformer.cli import COMMANDS, main, parse
 from annotated_transformer.command_options import named_as_typed, plain_error
 from annotated_transformer.commands import check_sentences
-from annotated_transformer.corpora import load_corpus
+from annotated_transformer.corpora import CORPORA, load_corpus
 from annotated_transformer.inference import DecodingConfig
 from annotated_transformer.line_translation import PartialOutput, live_lines
 from annotated_transformer.recipe import default_run
+from annotated_transformer.relative_positions import RELATIVE_POSITIONS
 from annotated_transformer.run_folder import lock_file, lock_folder
 from annotated_transformer.run_log import Interrupted
 from annotated_transformer.run_reports import changed_settings, chosen_weights
@@ -35,6 +37,7 @@ from annotated_transformer.scoring import score
 from annotated_transformer.server import ServerConfig
 from annotated_transformer.text_streams import FLUSH
 from annotated_transformer.trainer import Trainer
+from annotated_transformer.transformer import POSITIONS
 from annotated_transformer.translator import SHIPPED, Translator
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,6 +130,11 @@ def test_everyday_options_come_first(capsys):
         '--tsv PATH', '--max-minutes NUMBER', 'data options', '--held-out', 'model options', '--n-layers', 'training options',
         '--warmup-steps', 'expert options', '--r-drop ')]
     assert order == sorted(order)
+
+
+def test_train_offers_what_the_registries_hold():
+    for option, names in (('positions', [*POSITIONS, *RELATIVE_POSITIONS]), ('corpus', list(CORPORA))):
+        assert list(get_args(train_command.Train.KINDS[option])) == names
 
 
 # point 12 of the trial of 0.1.0
