@@ -2,10 +2,10 @@
 
 """Pruning heads: measure how much each head of a trained model matters, and remove those that matter little."""
 
-__all__ = ['HEAD_KINDS', 'head_statistics', 'Head', 'attention_names', 'kept_heads', 'heads_of', 'head_indices', 'without_heads',
-           'leave_one_out', 'gated_heads', 'gradient_importance', 'normalized', 'rank_correlation', 'PrunedConfig',
-           'PrunedAttention', 'linear_from', 'select_rows', 'select_columns', 'PrunedTransformer', 'prune_heads',
-           'pruning_curve', 'HardConcrete', 'gates_by_attention', 'close_gates', 'tune_gates']
+__all__ = ['HEAD_KINDS', 'Head', 'attention_names', 'kept_heads', 'heads_of', 'head_indices', 'without_heads', 'leave_one_out',
+           'gated_heads', 'gradient_importance', 'normalized', 'rank_correlation', 'PrunedConfig', 'PrunedAttention',
+           'linear_from', 'select_rows', 'select_columns', 'PrunedTransformer', 'prune_heads', 'pruning_curve',
+           'HardConcrete', 'gates_by_attention', 'close_gates', 'tune_gates', 'head_statistics']
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,22 +23,6 @@ from .batches import Batch
 from .causal_tests import ablate, edit_heads
 from .training import batch_loss
 from .transformer import Transformer, TransformerConfig
-
-def head_statistics(maps: Sequence[Float[Tensor, "layers heads _ _"]]) -> dict[str, Float[Tensor, "layers heads"]]:
-    """Return means over queries: entropy of the row (nats), and weight on the token of that name.
-
-    :param maps: self-attention, one tensor per sentence
-    """
-    measures = {
-        'entropy': lambda w: -(w * w.clamp(min=1e-12).log()).sum(-1),
-        'same': lambda w: w.diagonal(offset=0, dim1=-2, dim2=-1),
-        'previous': lambda w: w.diagonal(offset=-1, dim1=-2, dim2=-1),
-        'next': lambda w: w.diagonal(offset=1, dim1=-2, dim2=-1),
-        'first': lambda w: w[..., 0],
-        'last': lambda w: w[..., -1],
-    }
-    return {name: torch.cat([measure(w) for w in maps], dim=-1).mean(-1)
-            for name, measure in measures.items()}
 
 HEAD_KINDS = ('encoder', 'decoder', 'cross') # encoder self-attention, decoder self-attention, cross-attention
 
@@ -404,3 +388,19 @@ def tune_gates(
         nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         optimizer.step()
     return close_gates(model.eval(), heads, gates.final())
+
+def head_statistics(maps: Sequence[Float[Tensor, "layers heads _ _"]]) -> dict[str, Float[Tensor, "layers heads"]]:
+    """Return means over queries: entropy of the row (nats), and weight on the token of that name.
+
+    :param maps: self-attention, one tensor per sentence
+    """
+    measures = {
+        'entropy': lambda w: -(w * w.clamp(min=1e-12).log()).sum(-1),
+        'same': lambda w: w.diagonal(offset=0, dim1=-2, dim2=-1),
+        'previous': lambda w: w.diagonal(offset=-1, dim1=-2, dim2=-1),
+        'next': lambda w: w.diagonal(offset=1, dim1=-2, dim2=-1),
+        'first': lambda w: w[..., 0],
+        'last': lambda w: w[..., -1],
+    }
+    return {name: torch.cat([measure(w) for w in maps], dim=-1).mean(-1)
+            for name, measure in measures.items()}
