@@ -212,7 +212,8 @@ def read_generation(path: Path, config: dict) -> tuple[dict, tuple[int, ...]]:
     for name, (default, values) in OTHER_SEARCH.items():
         value = found.get(name, default)
         if value not in values:
-            warnings.warn(f'{path}: {name}={value!r} is not kept: our search offers only {" or ".join(map(repr, values))}')
+            offered = ' or '.join(map(repr, values))
+            warnings.warn(f'{path}: {name}={value!r} is not kept: our search offers only {offered}')
     if found.get('max_length', 20) < found.get('max_position_embeddings', 0): # 20: their default
         warnings.warn(f'{path}: max_length is not kept: we limit the tokens beyond the source, max_extra_tokens')
     words = found.get('bad_words_ids', [])
