@@ -47,7 +47,7 @@ def fused_attention(
 fused_attention.reference = attention # the same output, always with the weights
 
 def is_faster_unfused(query, key):
-    "Whether this is beam search for a batch of short sentences on a CPU."
+    "Whether plain attention is faster: on a CPU, without gradients, for several queries in a batch of short sentences."
     is_batch = query.size(0) > 1 and query.size(-2) > 1
     is_short = key.size(-2) <= SHORT and query.device.type == 'cpu'
     return is_batch and is_short and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
@@ -61,14 +61,14 @@ def smoothed_loss_and_gradient(
     :return: nats, summed over the n tokens
     """
     index = targets[:, None]
-    target_logit = (1 - label_smoothing) * logits.gather(1, index)
-    target_logit = target_logit + label_smoothing * logits.mean(1, keepdim=True)
+    expected_logit = (1 - label_smoothing) * logits.gather(1, index) # becomes the sum of q z
+    expected_logit = expected_logit + label_smoothing * logits.mean(1, keepdim=True)
     largest = logits.amax(1, keepdim=True)
     total = logits.sub_(largest).exp_().sum(1, keepdim=True) # exp of at most 0 cannot overflow
-    loss = (largest + total.log() - target_logit).sum()
+    loss = (largest + total.log() - expected_logit).sum()
     gradient = logits.div_(total)                            # softmax - smoothed target
     gradient.sub_(label_smoothing / logits.size(1))
-    gradient.scatter_add_(1, index, torch.full_like(target_logit, label_smoothing - 1))
+    gradient.scatter_add_(1, index, torch.full_like(expected_logit, label_smoothing - 1))
     return loss
 
 class ChunkedLoss(torch.autograd.Function):
@@ -91,7 +91,7 @@ class ChunkedLoss(torch.autograd.Function):
             h = hidden[rows]
             logits = buffer[:len(h)]
             torch.mm(h, weight.T, out=logits)
-            logits = logits.to(sum_dtype)                    # the buffer itself, unless dtype is half precision
+            logits = logits.to(sum_dtype)                    # half precision is copied to float32
             if bias is not None:
                 logits += bias
             total += loss_and_gradient(logits, targets[start:start + chunk_size])
@@ -223,7 +223,7 @@ def fused_qkv(
     bias = torch.cat([projection.bias for projection in projections])
     return weight, bias, [projection.out_features for projection in projections]
 
-SMALL = 2**22 # multiplications in the largest product of a step that one thread does best alone
+SMALL = 2**22 # up to this many multiplications in its largest product, a step uses one thread
 
 @contextmanager
 def suitable_threads(model: nn.Module, n_rows: int) -> Iterator[None]:
@@ -311,7 +311,7 @@ class LossModule(nn.Module):
             self.r_drop_loss_and_gradient = torch.compile(r_drop_loss_and_gradient, dynamic=True)
 
     def forward(self, batch: Batch) -> Float[Tensor, ""]:
-        """Return the smoothed loss; with R-Drop, the mean of two passes and the distance between them.
+        """Return the smoothed loss; with R-Drop, half of `r_drop_loss`, comparable with one pass.
 
         :return: nats, summed over the batch's target tokens
         """

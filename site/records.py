@@ -3,6 +3,7 @@ import hashlib
 import html
 import json
 import re
+from statistics import median
 
 from project import CFG, NBS, PAGES, RESULTS, read_page
 
@@ -153,9 +154,12 @@ def speed(records):
         source = next(sources(record_name, record))
         for size, metrics in record['metrics'].items():
             for name, tokens in metrics['tokens_per_second'].items():
+                rounds = metrics['rounds'][name]
+                slowest, fastest = (tokens * median(rounds) / seconds for seconds in (max(rounds), min(rounds)))
+                shown = f'{tokens:,} ({slowest:,.0f} to {fastest:,.0f})'
                 memory = metrics['peak_mib'].get(name, '')
-                rows.append([cell(size), cell(name), cell(f'{tokens:,}', tokens), cell(memory, memory), *how(source)])
-    header = ['size', 'implementation', 'tokens per second', 'peak MiB', *HOW]
+                rows.append([cell(size), cell(name), cell(shown, tokens), cell(memory, memory), *how(source)])
+    header = ['size', 'implementation', 'tokens per second (slowest to fastest round)', 'peak MiB', *HOW]
     return '\n## Speed of training\n' + table(header, rows, 'Speed of training')
 
 
