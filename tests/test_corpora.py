@@ -337,6 +337,13 @@ def test_one_sentence_with_thousands_of_translations():
     assert Counter(sum(splits.values(), [])) == Counter(pairs)
     assert all(len(splits[name]) in (10, 5000, *range(5001, 5011)) for name in ('val', 'test'))
 
+def test_a_group_that_fills_one_split_leaves_candidates_for_the_next():
+    others = [(f's{i}', 't') for i in range(5000)]
+    lowest = min(others, key=lambda pair: source_hash(pair[0]))
+    others.remove(lowest)
+    splits = hold_out([(lowest[0], f't{i}') for i in range(5000)] + others, {'val': 10, 'test': 10})
+    assert len(splits['val']) == 5000 and len(splits['test']) == 10 and len(splits['train']) == 4989
+
 def test_a_growing_file_keeps_its_training_sentences_out_of_tests():
     rng = random.Random(0)
     old = [(f'{rng.random()}', 'x') for _ in range(2000)]
