@@ -40,7 +40,7 @@ class PartialBatch(Batch):
         return replace(self, src=self.src.pin_memory(), tgt=self.tgt.pin_memory())
 
 def make_rng(*numbers: int) -> np.random.Generator:
-    "Return a random number generator that depends on these numbers alone."
+    "Return a random number generator that depends only on these numbers."
     text = ' '.join(map(str, numbers)) # default_rng([1]) equals default_rng([1, 0]), and takes no negative numbers
     return np.random.default_rng(random.Random(text).getrandbits(64))
 
@@ -66,7 +66,7 @@ def check_longest(longest: int, max_tokens: int, multiple: int = 1) -> None:
 
 def pad_to(ids: torch.Tensor, n_rows: int, length: int) -> torch.Tensor:
     "Add rows and columns of PAD."
-    missing = (0, max(0, length - ids.size(1)), 0, max(0, n_rows - ids.size(0)))
+    missing = (0, max(0, length - ids.size(1)), 0, max(0, n_rows - ids.size(0))) # left, right, top, bottom
     return torch.nn.functional.pad(ids, missing, value=PAD)
 
 def batch_starts(lengths: np.ndarray, max_tokens: int) -> np.ndarray:
@@ -150,7 +150,7 @@ def as_list(ids: Sequence[int] | np.ndarray) -> Sequence[int]:
     return ids.tolist() if isinstance(ids, np.ndarray) else ids
 
 class PairList:
-    """Pairs in memory, with the interface that a loader reads: that of `prepared.PreparedPairs`.
+    """Pairs in memory, with the interface of `prepared.PreparedPairs`.
 
     :param pairs: of `Pair`, also with arrays as ids
     """
@@ -182,7 +182,7 @@ class PairList:
         return [self.pairs[i] for i in rows.tolist()], self.lengths[rows]
 
 class TrainingLoader:
-    """The batches of each epoch, as a function of seed and epoch alone. Each process gets its rows of every batch.
+    """Yields the batches of each epoch, from seed and epoch alone. Each process gets its shard of every batch.
 
     It replaces `batches.BatchLoader` for large corpora, several processes, and epochs that resume in the middle.
     Raises ValueError for a rank outside [0, world_size), and for a pair that is longer than `max_tokens`.
@@ -212,7 +212,7 @@ class TrainingLoader:
             self.load(0)
 
     def load(self, epoch: int) -> None:
-        "Make `pairs` those of an epoch, and count its batches."
+        "Load the pairs of an epoch, and count its batches."
         is_loaded = self.loaded_epoch is not None
         if is_loaded and (self.loaded_epoch == epoch or not callable(self.source)): # a list is the same in all epochs
             return
@@ -250,7 +250,7 @@ class TrainingLoader:
                 yield rows[indices]
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[PartialBatch]:
-        """Yield this process's part of each batch of an epoch. Skipped batches are not made.
+        """Yield this process's shard of each batch of an epoch. Skipped batches are read, but not collated.
 
         :param epoch: counted from 0
         :param start: batches to skip: where an interrupted epoch resumes
@@ -272,7 +272,7 @@ class TrainingLoader:
             src, tgt = pairs[i]
             rows.append((as_list(src), as_list(tgt)))
         batch = collate(rows)
-        n_tokens = int(lengths[indices, 1].sum())
+        global_tokens = int(lengths[indices, 1].sum())
         src = batch.src
         tgt = batch.tgt
         if self.multiple > 1: # a compiled model: lengths and numbers of rows from a short list
@@ -280,7 +280,7 @@ class TrainingLoader:
             n_rows = math.ceil((self.max_tokens // length) / self.world_size)
             src = pad_to(src, n_rows, length)
             tgt = pad_to(tgt, n_rows, length + 1)
-        return PartialBatch(src, tgt, n_tokens)
+        return PartialBatch(src, tgt, global_tokens=global_tokens)
 
 def to_device(batches: Iterable[Batch], device: torch.device, pin: bool = True) -> Iterator[Batch]:
     """Yield the same batches on a device.

@@ -51,11 +51,11 @@ def data_paths(corpus: dict) -> dict[str, Path]:
     return named
 
 def fixed_settings(settings: dict) -> dict:
-    "Return the settings that must not change when a run resumes: all but limits and places of data files."
+    "Return the settings that must not change when a run resumes: all but limits and paths of data files."
     training = {name: value for name, value in settings['training'].items() if name not in LIMITS}
     corpus = {name: value for name, value in settings['corpus'].items() if name not in PATH_OPTIONS}
     names = list(data_paths(settings['corpus']))
-    return settings | {'training': training, 'corpus': corpus | {'files': names}}
+    return settings | {'training': training, 'corpus': corpus | {'files': names}} # one more file is a change
 
 def differences(old: dict, new: dict, prefix: str = '') -> list[str]:
     "Describe where two nested settings differ."
@@ -198,7 +198,7 @@ def delete_run(out: Path) -> None:
 
     :param out: the run's folder
     """
-    for name in RUN_FILES:
+    for name in RUN_FILES: # `run.json` stays until the new one replaces it: without it, `claim_folder` finds no run
         path = out / name
         if name == 'run.json' or (name == 'README.md' and has_own_card(out)):
             continue
@@ -208,7 +208,7 @@ def delete_run(out: Path) -> None:
             path.unlink(missing_ok=True)
 
 def claim_folder(out: Path, config, overwrite: bool = False) -> None:
-    """Make `out` the folder of this run.
+    """Claim `out` for this run.
 
     Raises ValueError if it holds another run or one with other data (and says what differs), or a finished run
     without its checkpoints.
@@ -240,7 +240,7 @@ def try_lock(file) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
-    except OSError: # a file system without locks
+    except OSError: # a file system without locks: continue unprotected
         return True
     return True
 
@@ -265,7 +265,7 @@ def lock_file(path: Path, what: str, advice: str) -> Iterator[None]:
 
     Raises ValueError that names the process that holds it. Where the file cannot be written, nothing is locked.
 
-    :param path: holds who has the lock; removed at the end
+    :param path: names the holder; removed at the end
     :param what: what is locked: a name for the error message
     :param advice: what to do if another process holds the lock
     """

@@ -36,7 +36,7 @@ def report(
     against: Sequence[str] | None = None, tokenized_references: Sequence[str] | None = None,
     by_phenomenon: dict[str, Scores] | None = None,
 ) -> dict:
-    """Compute all metrics that need only text.
+    """Compute all metrics that need only text. With sacremoses installed, one of them is lowercased, tokenized BLEU.
 
     Raises ValueError if the numbers of lines differ or `samples` is from 1 to 39, ImportError if it lacks
     sacremoses.

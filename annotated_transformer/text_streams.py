@@ -22,7 +22,7 @@ def length_groups(rows: Sequence[Sequence[int]], max_tokens: int) -> list[list[i
     """Group sentences of similar length, the longest first.
 
     :param rows: token ids of each sentence; a row of EOS alone is left out
-    :param max_tokens: padded tokens in a group, at most; a longer sentence gets a group to itself
+    :param max_tokens: padded tokens in a group, at most; a longer sentence gets a group of its own
     :return: indices into `rows`, longest sentences first
     """
     order = [i for i, row in enumerate(rows) if len(row) > 1]
@@ -226,7 +226,7 @@ class SentenceSplitter:
         parts = []
         for translation in translations:
             parts.append(translation)
-            if len(parts) == self.n_sentences[0]:
+            if len(parts) == self.n_sentences[0]: # `split`, which runs ahead, has counted this line
                 yield ' '.join(part for part in parts if part)
                 parts = []
                 self.n_sentences.popleft()
