@@ -72,8 +72,8 @@ class Average(Command):
             raise ValueError(f'{out} exists: choose another --out, or use --overwrite to replace it')
 
     def last_steps(self, rows: list[dict]) -> list[int]:
-        """Return the last n validated steps: multiples of save_every, and the final step. An interruption and a new
-        best score save a checkpoint between them, which does not count.
+        """Return the last n validated steps: multiples of save_every, and the final step. Checkpoints between these,
+        which an interruption or a new best score saved, do not count.
         """
         every = read_json(self.run / 'run.json').get('training', {}).get('save_every', 1)
         validated = [row['step'] for row in rows if 'val_loss' in row]

@@ -150,10 +150,9 @@ class Translate(Command):
 
     def __call__(self) -> None:
         self.check()
-        output = self.open_output()
         translator = load(self.model, self.common, self.engine)
         lines, total = self.lines(translator)
-        with output as file:
+        with self.open_output() as file:
             n_skipped = file.n_done
             lines = watched(skip_done(lines, n_skipped), n_skipped == 0, self.split_sentences)
             for number, rows in enumerate(self.translated(translator, lines, total), 1):
