@@ -34,7 +34,7 @@ from .training import average_weights
 
 @dataclass
 class Progress:
-    """How far a run has come: its step, epoch and batch, and what log and time limit need.
+    """Progress of a run: step, epoch and batch, and what the log and the time limit need to continue.
 
     :param step: optimizer steps made
     :param epoch: epochs completed
@@ -98,8 +98,8 @@ def build_model(config) -> nn.Module:
 def config_from_json(fields: dict):
     "Return the config of a `config.json`. Raises ValueError, or TypeError for an unknown field."
     if 'model_type' in fields:
-        raise ValueError(f'it is of transformers (model_type={fields["model_type"]!r}): convert a Marian model with '
-                         'import_marian')
+        raise ValueError(f'it is a file of transformers (model_type={fields["model_type"]!r}): '
+                         'convert a Marian model with import_marian')
     if 'kind' not in fields and 'n_layers' in fields:
         raise ValueError('it was written by version 0.1.0: convert the folder with '
                          '`python tools/convert_v1.py OLD NEW` (in the repository)')
@@ -220,7 +220,7 @@ def _read_manifest(path):
     except (TypeError, LookupError, ValueError) as error:
         raise ValueError(f'{path} is damaged: {error!r}') from None
     if to_json(manifest).encode() != path.read_bytes(): # a flipped bit can leave valid JSON
-        raise ValueError(f'{path} is damaged: it is not as it was written')
+        raise ValueError(f'{path} is damaged: its content has changed since it was written')
     return manifest
 
 def save_checkpoint(
@@ -351,7 +351,7 @@ def best_steps(rows: Iterable[dict], monitor: Literal['val_loss', 'val_bleu'], n
 
     :param rows: of a log
     :param n: number of steps to return
-    :return: best first; of equals, the earlier first
+    :return: best first; ties: the earlier step first
     """
     sign = -1 if monitor == 'val_bleu' else 1
     values = {}

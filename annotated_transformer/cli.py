@@ -56,7 +56,7 @@ def choose_command(args: Sequence[str]) -> str:
         similar = difflib.get_close_matches(first, COMMANDS, 1)
         hint = f' (did you mean {similar[0]}?)' if similar else ''
         raise ValueError(f'{first} is not a command{hint}: choose one of {", ".join(COMMANDS)}. Example: {EXAMPLE}')
-    entries = [] # tyro lists the members of a union of classes
+    entries = [] # nothing is parsed here: tyro only prints the list of commands, the members of a union
     for name, (_, _, text) in COMMANDS.items():
         empty_class = make_dataclass('Command', [])
         entries.append(Annotated[empty_class, tyro.conf.subcommand(name, description=text)])
@@ -132,7 +132,7 @@ def run(args: Sequence[str]) -> None:
             ready()
 
 def as_typed(message: str, args: Sequence[str]) -> str:
-    "Name the options in a message as they are typed for the command that is called."
+    "Replace the names of fields in a message by the options of the command that is called."
     if not args or args[0] not in COMMANDS:
         return message
     command = command_class(args[0])

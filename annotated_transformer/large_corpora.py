@@ -34,7 +34,7 @@ from .vocabulary import (
     TOKENIZERS, BytePairTokenizer, Tokenizer, load_tokenizer, normalized_words, train_tokenizer)
 
 class WordCache:
-    """Encode texts word by word, each word once: for byte pairs, the ids of the tokenizer's own `encode_batch`.
+    """Encode each word once and remember its ids. The result equals that of the tokenizer's own `encode_batch`.
 
     :param capacity: words to remember
     """
@@ -100,7 +100,7 @@ def cached_encoder(path: str, sha256: str) -> WordCache | Tokenizer:
     return WordCache(tokenizer) if isinstance(tokenizer, BytePairTokenizer) else tokenizer
 
 def encode_rows(batch, tokenizer: str, sha256: str, langs: Sequence[str]):
-    """Encode some pairs: what `datasets` runs in several processes.
+    """Encode a batch of pairs; `datasets` calls this in each worker.
 
     :param batch: texts by column: 'src' and 'tgt'
     :param tokenizer: path of a tokenizer
@@ -388,7 +388,9 @@ def prepare(
     config: PrepareConfig, out: str | Path, share: tuple[int, int] = (1, 1), num_proc: int | None = None,
     progress_bar: bool = True,
 ) -> dict | None:
-    """Clean and encode a corpus into a folder, or what is missing of it. Any number of machines may share the work.
+    """Clean and encode a corpus into a folder; write only the shards that are missing.
+
+    Any number of machines may share the work.
 
     Raises ValueError for a folder with other settings, text or tokenizer, and for a corpus without training pairs.
 
