@@ -33,7 +33,7 @@ def read_config(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
     :return: values by name of option
     """
     content = json_object(path)
-    command = content.pop('command', None) # that --save-config was used with
+    command = content.pop('command', None) # the command that --save-config was used with
     if isinstance(content.get('run'), dict): # training.json has the settings of its run here; `average` has a path
         content = content['run']
     content.pop('data', None) # checksums of a run's files
@@ -43,8 +43,8 @@ def read_config(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
             values |= value
         else:
             values[name] = value
-    values.pop('kind', None) # of a model in older files: `positions` decides it
-    if 'attention' in values and 'd_model' in values: # settings of a recurrent model
+    values.pop('kind', None) # the kind of a model, in older files: `positions` decides it
+    if 'attention' in values and 'd_model' in values: # in run.json, only a recurrent model has both
         values.setdefault('architecture', 'recurrent')
     check_names(path, values, options, command)
     return {name: checked_value(path, options[name], value) for name, value in values.items()}

@@ -65,7 +65,7 @@ def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def setting_text(value: Any) -> str:
     "Return a value as a report shows it."
-    names = {None: 'none', True: 'on', False: 'off'}
+    names = {None: 'none', True: 'on', False: 'off'} # 0 and 1 are equal to False and True, but are shown as numbers
     return names[value] if value is None or isinstance(value, bool) else str(value)
 
 def changed_settings(config: RunConfig, recipe: str | None = None) -> list[str]:
