@@ -6,7 +6,7 @@ __all__ = ['VEIL', 'Box', 'canvas', 'label', 'box', 'numbered_box', 'frame', 'ar
            'draw_residual', 'draw_layer', 'draw_ngrams', 'draw_placement', 'draw_stacks', 'draw_stack']
 
 from collections import Counter
-from itertools import product
+from itertools import groupby, product
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -114,7 +114,7 @@ def arrow(ax, *points, color=GREY, head=True, style='-', width=1.4, radius=0.1) 
     :param width: of the line, in points
     :param radius: of the corners, in inches
     """
-    points = [np.array(point, dtype=float) for point in dict.fromkeys(points)] # a repeated point has no direction
+    points = [np.array(point, dtype=float) for point, _ in groupby(points)] # a point twice in a row: no direction
     vertices, codes = [points[0]], [Path.MOVETO]
     for before, corner, after in zip(points, points[1:], points[2:]):
         enter = corner - radius * (corner - before) / np.linalg.norm(corner - before)
@@ -310,7 +310,7 @@ def draw_stack(ax, x, bottom, name, parts, draw=box, width=1.7, pitch=1.2, note=
     """Draw the layers of an encoder or decoder in short form. Returns the boxes of the parts, then the frame.
 
     :param name: 'encoder' or 'decoder'
-    :param parts: from bottom to top, each (name, note, color), or what else `draw` takes
+    :param parts: from bottom to top, each (name, note, color), or the arguments that `draw` expects
     :param draw: draws a part: draw(ax, x, y, *part, width)
     :param width: of a part
     :param pitch: from one part to the next

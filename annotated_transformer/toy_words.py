@@ -406,7 +406,11 @@ MODALS = (
 BE = (('am', 'is', 'are'), ('bin', 'ist', 'sind'))      # I, he, we
 HAVE = {'ist': BE[1], 'hat': ('habe', 'hat', 'haben')}  # auxiliaries of the German perfect
 
-ROLES = { # determiners in the singular and in the plural ('-' for none)
+# Determiners in the singular and in the plural ('-' for none), by the role of their noun phrase:
+# subject; object: in the accusative; negated: such an object beside 'not'; liked: the object of 'like';
+# person: in the dative, or a person or animal after a preposition; place: another noun after a preposition;
+# named, unnamed: after 'this is' and 'this is not'
+ROLES = {
     'subject': ('the the the the the the the a a a my our his her this this every no',
                'the the the the the my our these these two three many all'),
     'object':  ('the the the the the a a a a my our his her this',
@@ -419,7 +423,8 @@ ROLES = { # determiners in the singular and in the plural ('-' for none)
     'named':   ('a a a a my our his her no', '- - - my our two three'),
     'unnamed': ('a a a my our his her', '- - - my our'),
 }
-UNSUITED = {'kin': 'a this every no all many these', 'person': '-', 'loose': 'my our his her'} # by kind of noun
+# By kind of noun; '-': never without a determiner
+UNSUITED = {'kin': 'a this every no all many these', 'person': '-', 'loose': 'my our his her'}
 
 FREQUENCIES = ('often=oft', 'always=immer', 'sometimes=manchmal', 'never=nie')
 TIMES = { # by the tense or modal verb that they go with; `Draft.fixed` parses them

@@ -173,6 +173,14 @@ def test_stored_pictures_are_small_transparent_and_true():
 
 # --- drawings
 
+def test_an_arrow_may_return_to_its_start_and_repeat_a_corner():
+    ax = drawing.canvas(3, 3)
+    drawing.arrow(ax, (0, 0), (2, 0), (2, 0), (2, 2), (0, 0), radius=0.1)
+    vertices = ax.patches[-1].get_path().vertices
+    plt.close(ax.figure)
+    assert np.isfinite(vertices).all()
+    assert vertices[-1].tolist() == [0, 0] and vertices.max(axis=0).tolist() == [2, 2]
+
 def test_overlaps_are_found():
     ax = drawing.canvas(3, 1)
     drawing.label(ax, 1, 0.5, 'one label')
