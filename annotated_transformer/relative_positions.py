@@ -82,7 +82,8 @@ class AlibiAttention:
     """Attention whose logits fall with the distance, by one slope per head (Press et al., 2022).
 
     With `directional`, the first half of the heads attends to the left and the second half to the right:
-    the authors' proposal for encoders. With `directional`, raises ValueError for odd `n_heads`.
+    one of two rules that the authors discuss for encoders. With `directional`, raises ValueError for odd
+    `n_heads`.
 
     :param directional: True: each head attends to one side of the query, and to the query's position
     """
