@@ -1,6 +1,7 @@
 """Make the finished pages light: one style sheet with the rules that are used, scripts that do not block, sized images.
 
-PurgeCSS (npm) decides which rules are used, from all pages and scripts of the site.
+PurgeCSS (npm) decides which rules are used, from all pages and scripts of the site. The icons' fonts keep the icons that
+these rules name.
 """
 import hashlib
 import json
@@ -9,6 +10,7 @@ import re
 import subprocess
 
 import imagesize
+from fontTools import subset
 
 from project import SITE
 
@@ -19,6 +21,7 @@ OPTIONS = re.compile(r'<script src="[^"]*documentation_options\.js[^"]*"></scrip
 BLOCKING = re.compile(r'<script (?=src="[^"]*_static/)(?![^>]*\bdefer\b)')
 IMPORT = re.compile(r'@import (?:url\()?["\']?([^"\')]+)["\']?\)?;')
 IMAGE = re.compile(r'<img\b(?![^>]*\bwidth=)([^>]*\bsrc="([^":]+)"[^>]*?)\s*/?>')
+ICON = re.compile(r'--fa:"\\(f[0-9a-f]{3})"')
 # PurgeCSS's settings. Scripts put some classes together: states of Bootstrap and of the theme, colors of code.
 SETTINGS = """module.exports = {
   content: %s,
@@ -67,11 +70,23 @@ def sized(match, folder, page):
     return f'<img{attributes}{size} loading="lazy">'
 
 
+def keep_icons(folder, css):
+    "The icons' fonts with those icons only that a style sheet names."
+    options = subset.Options(flavor='woff2')
+    for path in (folder / '_static/vendor/fontawesome/webfonts').glob('*.woff2'):
+        font = subset.load_font(path, options)
+        icons = subset.Subsetter(options)
+        icons.populate(unicodes=[int(code, 16) for code in ICON.findall(css)])
+        icons.subset(font)
+        subset.save_font(font, path, options)
+
+
 def lighten(folder):
     "Change all pages of a folder."
     pages = {page: page.read_text(encoding='utf-8') for page in folder.rglob('*.html')}
     options = (folder / '_static/documentation_options.js').read_text(encoding='utf-8')
     sheets = {}
+    rules = ''
     for page, text in pages.items():
         up = '../' * (len(page.relative_to(folder).parts) - 1)
         found = list(SHEET.finditer(text))
@@ -79,6 +94,7 @@ def lighten(folder):
             names = tuple(dict.fromkeys(match[1].removeprefix(up) for match in found))
             if names not in sheets:
                 css = purged(folder, joined(folder, names))
+                rules += css
                 sheets[names] = f'_static/site-{hashlib.sha256(css.encode()).hexdigest()[:12]}.css'
                 (folder / sheets[names]).write_text(css, encoding='utf-8')
             first = found[0].start()
@@ -89,3 +105,4 @@ def lighten(folder):
             text = BLOCKING.sub('<script defer ', text)
         text = IMAGE.sub(lambda match: sized(match, folder, page), text)
         page.write_text(text, encoding='utf-8')
+    keep_icons(folder, rules)
