@@ -55,10 +55,10 @@ def restricted_attention(
     n = query.size(2)
     side = window_side(r)
     offset = torch.arange(-side, side + 1, device=query.device)
-    window = torch.arange(n, device=query.device)[:, None] + offset # (n, r): positions to read
+    window = torch.arange(n, device=query.device)[:, None] + offset # (n, r): each window
     exists = ((0 <= window) & (window < n)).unsqueeze(1) # (n, 1, r): False beyond the ends
-    window = window.clamp(0, n - 1)
-    query = query.unsqueeze(3)                    # (batch, heads, n, 1, d_k); keys: n, r, d_k
+    window = window.clamp(0, n - 1) # beyond the ends: any position, since `exists` masks it
+    query = query.unsqueeze(3) # (batch, heads, n, 1, d_k); key[:, :, window]: (..., n, r, d_k)
     output, _ = attention(query, key[:, :, window], value[:, :, window], exists)
     return output.squeeze(3)
 
@@ -79,10 +79,10 @@ def table_1_layers(n: int, d: int, r: int, k: int) -> dict[str, Callable[[], Ten
     x = torch.randn(1, n, d, requires_grad=True)
     heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
     lstm = nn.LSTM(d, d, batch_first=True)
-    convolution = nn.Conv1d(d, d, k, padding='same')
+    convolution = nn.Conv1d(d, d, k)
     return {'self-attention': lambda: attention(heads, heads, heads)[0],
             'recurrent': lambda: lstm_steps(lstm, x),
-            'convolutional': lambda: convolution(x.mT),
+            'convolutional': lambda: convolution(F.pad(x.mT, (k - 1, 0))), # causal
             'restricted': lambda: restricted_attention(heads, heads, heads, r)}
 
 def sequential_operations(result: Tensor) -> int:
@@ -109,10 +109,10 @@ def information_flow(f: Callable[[Tensor], Tensor], x: Float[Tensor, "1 n d"]) -
     return torch.stack(rows)
 
 def path_length(layers: Sequence[Bool[Tensor, "n n"]]) -> int:
-    "Return how many layers, given by `information_flow`, connect first input and last output."
+    "Return how many layers, as `information_flow` gives them, connect first input and last output."
     depends = torch.arange(len(layers[0])) == 0
-    for count, reads in enumerate(layers, 1):
-        depends = (reads & depends).any(1)
+    for count, flow in enumerate(layers, 1):
+        depends = (flow & depends).any(1)
         if depends[-1]:
             return count
     raise ValueError('too few layers: the last output does not depend on the first input')
