@@ -1,7 +1,7 @@
 """Make the finished pages light: one style sheet with the rules that are used, scripts that do not block, sized images.
 
-PurgeCSS (npm) decides which rules are used, from all pages and scripts of the site. The icons' fonts keep the icons that
-these rules name.
+PurgeCSS (npm) decides which rules are used, from all pages and scripts of the site. The icons' fonts keep the icons
+that these rules name.
 """
 import hashlib
 import json
