@@ -24,8 +24,8 @@ def encode_pairs(
 
     :param pairs: source text and target text
     :param tokenizer: turns text into ids
-    :param langs: source and target language, for word tokenizers
-    :param max_len: positions of the model: longer sentences are truncated
+    :param langs: source and target language; BPE ignores them
+    :param max_len: positions of the model; longer sentences are truncated
     """
     src = tokenizer.encode_batch([src for src, _ in pairs], langs[0])
     tgt = tokenizer.encode_batch([tgt for _, tgt in pairs], langs[1])
@@ -98,7 +98,7 @@ def collate(pairs: Sequence[Pair]) -> Batch:
 def token_batches(
     lengths: Sequence[tuple[int, int]], max_tokens: int, seed: int = 0, epoch: int = 0, shuffle: bool = True,
 ) -> list[list[int]]:
-    """Batch pairs of similar length (section 5.1). ValueError for a pair longer than `max_tokens`.
+    """Batch pairs of similar length (section 5.1). Raises ValueError for pairs over `max_tokens`.
 
     :param lengths: columns of `src` and of `tgt_in` that each pair needs
     :param max_tokens: limit for the positions of `src`, and of `tgt_in`, padding included
@@ -112,7 +112,7 @@ def token_batches(
         if n > max_tokens:
             raise ValueError(f'pair {i} has {n} tokens, more than max_tokens={max_tokens}: '
                              'raise max_tokens, or truncate the sentences (max_len)')
-    rng = random.Random(f'{seed} {epoch}') # one seed from two numbers: a string
+    rng = random.Random(f'{seed} {epoch}') # a seed from both numbers
     order = list(range(len(lengths)))
     if shuffle:
         rng.shuffle(order)
@@ -128,7 +128,7 @@ def token_batches(
     return batches
 
 class BatchLoader:
-    """The batches of each epoch. ValueError for a pair that is longer than `max_tokens`.
+    """The batches of each epoch. Raises ValueError for a pair longer than `max_tokens`.
 
     :param max_tokens: as for `token_batches`
     :param seed: decides how pairs are shuffled

@@ -45,11 +45,11 @@ def next_token_log_probs(
 def generate(
     model: nn.Module, src: Int[Tensor, "batch n"], choose: Callable[[Tensor], Tensor], max_extra_tokens: int,
 ) -> list[list[int]]:
-    """Translate token by token, to EOS or the maximum length. Call it under `no_grad`.
+    """Translate token by token, until EOS or the maximum length. Call it under `no_grad`.
 
     :param model: in eval mode
     :param src: source ids with EOS, padded with PAD
-    :param choose: log-probabilities (batch, vocab_size) to tokens (batch)
+    :param choose: maps log-probs (batch, vocab_size) to tokens (batch)
     :param max_extra_tokens: a translation has at most this many tokens more than its source
     :return: ids of each translation, without BOS and EOS
     """
@@ -147,8 +147,8 @@ def beam_search(
             model, tgt, encoder_output.expand(n, -1, -1), src_mask.expand(n, -1, -1, -1))
         candidates = log_prob[:, None] + token_log_probs # (n, vocab_size)
         best, index = candidates.flatten().topk(min(2 * beam_size, candidates.numel()))
-        parent = index // candidates.size(1)
-        token = index % candidates.size(1)
+        parent = index // candidates.size(1) # row: an active hypothesis
+        token = index % candidates.size(1)   # column: the token that extends it
         for rank in (token[:beam_size] == EOS).nonzero().flatten().tolist(): # finished
             ids = tgt[parent[rank], 1:].tolist()
             normalized = normalized_score(best[rank].item(), length, length_penalty)
@@ -159,8 +159,8 @@ def beam_search(
         log_prob = best[active]
         if len(finished) == n_best:
             bound = normalized_score(log_prob[0].item(), limit, length_penalty)
-            if beam_size == 1 or finished[-1].normalized_score >= bound:
-                return finished # no active hypothesis can win; a beam of 1 stops as greedy does
+            if beam_size == 1 or finished[-1].normalized_score >= bound: # 1: stop at the first EOS
+                return finished # no active hypothesis can win
     for i in range(n_best - len(finished)): # fill up with truncated hypotheses
         normalized = normalized_score(log_prob[i].item(), limit, length_penalty)
         finished.append(Hypothesis(tgt[i, 1:].tolist(), log_prob[i].item(), normalized))
@@ -169,7 +169,7 @@ def beam_search(
 def sampling_distribution(
     log_probs: Float[Tensor, "*batch vocab_size"], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
 ) -> Float[Tensor, "*batch vocab_size"]:
-    """Apply temperature, top-k, then top-p (Holtzman et al., 2020). ValueError if out of range.
+    """Apply temperature, top-k, then top-p. Raises ValueError if a setting is out of range.
 
     :param log_probs: of the next token, in nats
     :param temperature: below 1: sharper; above 1: flatter

@@ -46,7 +46,7 @@ def score(translations: Sequence[str], references: Sequence[str]) -> Scores:
     check_corpus(translations, references)
     bleu_metric = BLEU()
     chrf_metric = CHRF()
-    bleu = bleu_metric.corpus_score(list(translations), [list(references)])
+    bleu = bleu_metric.corpus_score(list(translations), [list(references)]) # one set of references
     chrf = chrf_metric.corpus_score(list(translations), [list(references)])
     return Scores(bleu.score, str(bleu_metric.get_signature()), chrf.score,
                   str(chrf_metric.get_signature()), len(references), bleu.ratio)
