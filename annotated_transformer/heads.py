@@ -281,7 +281,7 @@ def prune_heads(model: nn.Module, heads: Iterable[Head]) -> PrunedTransformer:
         kept[name] = [numbers[i] for i in stay]
         smaller.set_submodule(name, PrunedAttention(smaller.get_submodule(name), stay))
     pruned = PrunedTransformer(PrunedConfig(**asdict(model.config) | {'kept_heads': kept}))
-    for name, module in smaller.named_children(): # the pruned copy's parts become those of the new model
+    for name, module in smaller.named_children(): # move the parts of the pruned copy into the new model
         setattr(pruned, name, module)
     return pruned.train(model.training)
 

@@ -91,7 +91,7 @@ class ChunkedLoss(torch.autograd.Function):
             h = hidden[rows]
             logits = buffer[:len(h)]
             torch.mm(h, weight.T, out=logits)
-            logits = logits.to(sum_dtype)                    # half precision is copied to float32
+            logits = logits.to(sum_dtype)                    # half precision: a float32 copy; else `buffer` itself
             if bias is not None:
                 logits += bias
             total += loss_and_gradient(logits, targets[start:start + chunk_size])
@@ -207,7 +207,7 @@ def accelerate(model: nn.Module) -> nn.Module:
     """
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
-            for caller in (module, module.attention_fn): # rotary positions are a function that calls `attention`
+            for caller in (module, module.attention_fn): # rotary positions: an object that calls `attention`
                 if getattr(caller, 'attention_fn', None) is attention:
                     caller.attention_fn = fused_attention
         if type(module) is nn.Dropout:
