@@ -39,7 +39,7 @@ class Residual(nn.Module):
 
     :param d_model: features of each position
     :param dropout: probability of zeroing a feature of the sublayer's output
-    :param norm: norm(x + sublayer(x)), the paper's; 'pre': x + sublayer(norm(x))
+    :param norm: 'post' (paper): norm(x + sublayer(x)); 'pre': x + sublayer(norm(x))
     """
     def __init__(self, d_model: int, dropout: float, norm: Norm = 'post'):
         super().__init__()
