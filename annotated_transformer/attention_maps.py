@@ -51,7 +51,7 @@ def record_attention(
         return weights
 
     recorded = {name: [] for name, m in model.named_modules() if isinstance(m, MultiHeadAttention)}
-    with ExitStack() as stack:
+    with ExitStack() as stack: # keeps one context manager open per module
         for name, calls in recorded.items():
             stack.enter_context(change_attention(model.get_submodule(name), partial(keep, calls)))
         yield recorded
@@ -109,7 +109,7 @@ def word_indices(tokens: Sequence[str], words: Sequence[str]) -> list[int]:
     indices = []
     start = 0
     for token, text in zip(tokens, texts):
-        length = 0 if token in special else max(len(text), 1)       # '▁' alone: the next word
+        length = 0 if token in special else max(len(text), 1)       # a lone '▁' marks the next word
         found = set(word_of_character[start:start + length])
         if len(found) > 1:
             raise ValueError(f'token {token!r} spans several words')

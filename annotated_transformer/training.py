@@ -37,7 +37,7 @@ def learning_rate(step: int, peak_lr: float, warmup_steps: int) -> float:
     return peak_lr * min(warmup, decay)
 
 def make_optimizer(model: nn.Module) -> torch.optim.Adam:
-    "Return Adam with the paper's hyperparameters (section 5.3). `train_step` sets the rate."
+    "Return Adam with the hyperparameters of section 5.3. `train_step` sets the learning rate."
     return torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9)
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -108,7 +108,7 @@ def validate(model: nn.Module, batches: Iterable[Batch]) -> float:
     return total_loss / total_tokens
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss): the number of equally probable tokens that would be as hard to predict.
+    """Return exp(loss): a uniform choice among this many tokens is as hard to predict.
 
     :param loss: in nats per token, without label smoothing
     """
@@ -126,7 +126,7 @@ def train(
     :param n_epochs: passes over the training pairs
     :param peak_lr: largest learning rate
     :param warmup_steps: steps until the learning rate peaks
-    :param val_batches: validated after each epoch
+    :param val_batches: for the validation loss after each epoch
     :param label_smoothing: as in `label_smoothing_loss`
     :param progress: print one line for each epoch
     :return: for each step: step, lr, training loss; at the end of an epoch also val_loss
