@@ -402,7 +402,8 @@ def mojibake(pairs):
     (lambda pairs: [(f'"{src}"', f'"{tgt}"') for src, tgt in pairs], 'both sentences are in double quotes'),
     (lambda pairs: [(str(number), f'{src}\t{tgt}') for number, (src, tgt) in enumerate(pairs)], 'cut -f2,3 FILE > NEW'),
     (lambda pairs: [(src, src) for src, _ in pairs[:9]] + pairs[9:], 'source and target are equal'),
-    (mojibake, 'encoded twice (Ã¤ instead of ä): iconv -f UTF-8 -t WINDOWS-1252'),
+    (mojibake, 'encoded twice (Ã¤ instead of ä): if the whole file is like this, iconv -f UTF-8 -t WINDOWS-1252'),
+    (lambda pairs: mojibake(pairs[:9]) + [(src, tgt + ' ä') for src, tgt in pairs[9:]], 'repair these lines only'),
     (lambda pairs: [('# English', 'German sentence'), *pairs], 'begins with # (# English)'),
     (lambda pairs: pairs, '')])
 def test_likely_mistakes_in_the_data_are_warned_about_once(tmp_path, run, change, message):

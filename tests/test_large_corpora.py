@@ -368,7 +368,7 @@ def test_mistakes_and_assumed_languages_are_noticed_before_training(tmp_path, ca
     main([str(arg) for arg in (*args, '--pair', 'en-nl', '--out', tmp_path / 'named')])
     said = capsys.readouterr()
     assert '--pair' not in said.err and 'English to Dutch (en-nl) is prepared' in said.out
-    assert re.search(r'\n +first of val +English: the .*\n +Dutch: +(the|der) ', said.out)
+    assert re.search(r'\n +first val pair +English: the .*\n +Dutch: +(the|der) ', said.out)
     main([str(arg) for arg in ('train', '--prepared', tmp_path / 'named', '--out', tmp_path / 'run', *SMALL)])
     said = capsys.readouterr()
     assert '--pair' not in said.err and 'Training English to Dutch (en-nl)' in said.out
