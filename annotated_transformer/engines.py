@@ -217,8 +217,8 @@ class BatchSearch:
         for group, max_length in groups:
             rows = [self.rows[i] for i in group]
             prefix = [self.prefix[i] for i in group]
-            all_of_them = self.config.beam_size * max_length
-            started += self.engine.search(rows, self.config, prefix, max_length, n_finished or all_of_them,
+            n_all = self.config.beam_size * max_length # never reached: the search runs to the maximum length
+            started += self.engine.search(rows, self.config, prefix, max_length, n_finished or n_all,
                                           self.exponent)
         searched = [(i, max_length) for group, max_length in groups for i in group]
         uncertain = []
@@ -245,8 +245,9 @@ class BatchSearch:
             return False
         if active:
             best_active = active[0][1]
-        else: # all of the last step's candidates end here: active hypotheses are less probable
+        else: # no active hypothesis came back: one would be less probable than each that ended in the last step
             best_active = min((item[1] for item in finished if len(item[2]) == max_length), default=math.inf)
+            # infinity if none ended in the last step: nothing is known, so the sentence is searched again
         return finished[n_best - 1][0] >= self.normalized(best_active, self.limits[i])
 
     def normalized(self, log_prob: float, length: int) -> float:

@@ -57,8 +57,8 @@ def describe_change(path: Path, record: dict) -> str:
 def check_prepared(folder: str | Path) -> None:
     """Compare a prepared folder and its inputs with the manifest, byte for byte.
 
-    Raises ValueError that names every file that has changed. An input that is not there any more is not compared:
-    a prepared folder may be copied to machines without the text.
+    Raises ValueError that names every file that has changed. Inputs that no longer exist are skipped: a prepared
+    folder may be copied to machines without the text.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -83,7 +83,7 @@ class RaggedPairs(Sequence):
     """Pairs in memory, all ids of a side in one array: `pairs[i]` is (source ids, target ids).
 
     :param src: source ids of all pairs, one pair after the other
-    :param tgt: target ids, likewise
+    :param tgt: target ids, in the same order
     :param lengths: (pairs, 2): numbers of ids
     :param limit: longer sentences are truncated
     """
@@ -108,7 +108,7 @@ class PreparedPairs(Sequence):
     """
     def __init__(self, folder: str | Path, max_len: int | None = None):
         if max_len is not None and max_len < 2:
-            raise ValueError(f'max_len={max_len} leaves no position beside EOS or BOS')
+            raise ValueError(f'max_len={max_len} must be at least 2: one position is for EOS or BOS')
         self.folder = Path(folder)
         self.manifest = read_manifest(folder)
         self.limit = sys.maxsize if max_len is None else max_len - 1 # one position is for EOS or BOS
@@ -151,10 +151,11 @@ class PreparedPairs(Sequence):
         :param rows: indices
         :return: pairs; (pairs, 2): their lengths, special tokens included
         """
+        # with shards of 4,000 pairs, rows 7 8 9 3999 4000 2 are the runs [7 8 9], [3999], [4000] and [2]
         shards = np.searchsorted(self.starts, rows, side='right') - 1
-        cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(shards) != 0)) + 1 # where neighbours end
+        cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(shards) != 0)) + 1 # where runs begin
         runs = np.split(rows, cuts)
-        owners = shards[[0, *cuts]]
+        owners = shards[[0, *cuts]] # the shard of each run
         ids = {'src': [None] * len(runs), 'tgt': [None] * len(runs)}
         counts = {'src': [None] * len(runs), 'tgt': [None] * len(runs)}
         for k in np.unique(owners).tolist(): # one shard after the other: what is mapped counts as memory
