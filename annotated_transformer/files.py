@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from typing import Any
 def atomic_open(path: str | Path, mode: str = 'wb', **options) -> Iterator:
     """Open a file for writing that takes its name only when the block ends without an error.
 
-    On any failure the old file stays. A device or a pipe is written to directly. Raises OSError.
+    On any failure the old file stays. The new file gets the mode of the old one. A device or a pipe is written to
+    directly. Raises OSError.
 
     :param path: file to create or replace
     :param mode: 'wb' for bytes, 'w' for text
@@ -37,7 +39,9 @@ def atomic_open(path: str | Path, mode: str = 'wb', **options) -> Iterator:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f'.{secrets.token_hex(8)}.tmp')
     try:
-        with open(temporary, mode.replace('w', 'x'), **options) as file:
+        with open(temporary, mode.replace('w', 'x'), **options) as file: # 'x': fail if the name exists
+            if path.exists():
+                _copy_mode(path, temporary) # before the first byte is written
             yield file
             file.flush()
             os.fsync(file.fileno()) # the bytes are on the disk before the file has its name
@@ -46,8 +50,14 @@ def atomic_open(path: str | Path, mode: str = 'wb', **options) -> Iterator:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename in (None, str(temporary)):
             error.filename = str(path) # report the file that was asked for
-            del error.filename2
+            del error.filename2 # `os.replace` stores both names
         raise
+
+def _copy_mode(source, target):
+    "Give a file the permissions of another. Windows has none, and a file system without them gives all files the same."
+    mode = source.stat().st_mode
+    if os.name != 'nt' and target.stat().st_mode != mode:
+        target.chmod(stat.S_IMODE(mode))
 
 def atomic_write(path: str | Path, data: str | bytes) -> Path:
     """Write a complete file, or leave the old one untouched. Raises OSError.
@@ -106,7 +116,7 @@ def _old_name(folder):
 
 @contextlib.contextmanager
 def atomic_folder(folder: str | Path) -> Iterator[Path]:
-    """Fill a folder under a temporary name; it takes its name when the block ends without an error.
+    """Fill a folder under a temporary name; it gets its final name when the block ends without an error.
 
     On any failure the temporary folder is removed and an older folder stays. Raises OSError.
 
@@ -125,7 +135,7 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
         raise
 
 def check_path(path, name: str = 'path') -> Path:
-    """Return a path. Raises TypeError for what is no path, ValueError for an empty string.
+    """Return a path. Raises TypeError if it is not a path, ValueError for an empty string.
 
     :param path: what was given
     :param name: of the argument
@@ -156,7 +166,7 @@ def check_new_file(path: str | Path, overwrite: bool = False) -> Path:
     return path
 
 def check_new_folder(folder: str | Path) -> Path:
-    "Return the path of a folder to write. Raises FileExistsError, or TypeError or ValueError for what is no path."
+    "Return the path of a folder to write. Raises FileExistsError, or TypeError or ValueError if it is not a path."
     folder = check_path(folder, 'folder')
     if folder.exists():
         raise FileExistsError(f'{folder} exists: choose another folder, or remove it first')

@@ -63,6 +63,23 @@ def test_a_link_stays_a_link(tmp_path):
 
 
 @needs_posix
+def test_a_file_keeps_its_mode_and_is_never_readable_by_more(tmp_path):
+    path = atomic_write(tmp_path / 'a.txt', 'old')
+    usual = path.stat().st_mode
+    for mode in (0o600, 0o444, 0o755):
+        path.chmod(mode)
+        with atomic_open(path, 'w') as file:
+            assert os.stat(file.name).st_mode & 0o777 == mode # the temporary file, before the first byte
+            file.write('new')
+        assert path.stat().st_mode & 0o777 == mode and path.read_text() == 'new'
+    link = tmp_path / 'link'
+    link.symlink_to(path)
+    atomic_write(link, 'through the link')
+    assert path.stat().st_mode & 0o777 == 0o755
+    assert atomic_write(tmp_path / 'b.txt', 'new').stat().st_mode == usual
+
+
+@needs_posix
 def test_a_pipe_is_written_to_directly(tmp_path):
     path = tmp_path / 'pipe'
     os.mkfifo(path)
