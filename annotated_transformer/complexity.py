@@ -58,7 +58,7 @@ def restricted_attention(
     window = torch.arange(n, device=query.device)[:, None] + offset # (n, r): each window
     exists = ((0 <= window) & (window < n)).unsqueeze(1) # (n, 1, r): False beyond the ends
     window = window.clamp(0, n - 1) # beyond the ends: any position, since `exists` masks it
-    query = query.unsqueeze(3) # (batch, heads, n, 1, d_k); key[:, :, window]: (..., n, r, d_k)
+    query = query.unsqueeze(3) # (batch, heads, n, 1, d_k); the keys are (batch, heads, n, r, d_k)
     output, _ = attention(query, key[:, :, window], value[:, :, window], exists)
     return output.squeeze(3)
 
@@ -86,7 +86,7 @@ def table_1_layers(n: int, d: int, r: int, k: int) -> dict[str, Callable[[], Ten
             'restricted': lambda: restricted_attention(heads, heads, heads, r)}
 
 def sequential_operations(result: Tensor) -> int:
-    "Return the length of autograd's longest chain of operations up to `result`, input included."
+    "Count the operations in autograd's longest chain up to `result`, with the input as one."
     length = 0
     needed = {result.grad_fn}
     while needed:
@@ -109,7 +109,7 @@ def information_flow(f: Callable[[Tensor], Tensor], x: Float[Tensor, "1 n d"]) -
     return torch.stack(rows)
 
 def path_length(layers: Sequence[Bool[Tensor, "n n"]]) -> int:
-    "Return how many layers, as `information_flow` gives them, connect first input and last output."
+    "Return how many layers, each an `information_flow`, connect input 0 to the last output."
     depends = torch.arange(len(layers[0])) == 0
     for count, flow in enumerate(layers, 1):
         depends = (flow & depends).any(1)
