@@ -3,8 +3,8 @@
 """Training batches: batch millions of pairs by length, for one process or many, and resume in the middle of an
 epoch."""
 
-__all__ = ['WINDOW', 'BLOCK', 'PartialBatch', 'make_rng', 'round_up', 'check_longest', 'pad_to', 'batch_starts', 'count_batches',
-           'windows', 'bucket', 'as_list', 'PairList', 'TrainingLoader', 'to_device']
+__all__ = ['WINDOW', 'BLOCK', 'PartialBatch', 'make_rng', 'round_up', 'check_longest', 'batch_starts', 'count_batches', 'windows',
+           'bucket', 'pad_to', 'as_list', 'PairList', 'TrainingLoader', 'to_device']
 
 import math
 import random
@@ -17,9 +17,6 @@ from jaxtyping import Integer
 
 from .batches import Batch, collate
 from .vocabulary import PAD
-
-WINDOW = 1 << 17 # pairs that are sorted together
-BLOCK = 1 << 10  # consecutive pairs of the corpus that stay in one window
 
 @dataclass
 class PartialBatch(Batch):
@@ -38,6 +35,9 @@ class PartialBatch(Batch):
     def pin_memory(self) -> 'PartialBatch':
         "Copy the batch to pinned memory, from which a copy to a GPU does not block the CPU."
         return replace(self, src=self.src.pin_memory(), tgt=self.tgt.pin_memory())
+
+WINDOW = 1 << 17 # pairs that are sorted together
+BLOCK = 1 << 10  # consecutive pairs of the corpus that stay in one window
 
 def make_rng(*numbers: int) -> np.random.Generator:
     "Return a random number generator that depends only on these numbers."
@@ -64,13 +64,8 @@ def check_longest(longest: int, max_tokens: int, multiple: int = 1) -> None:
         raise ValueError(f'the longest sentence has {longest} tokens{note}, more than max_tokens={max_tokens}: '
                          'raise max_tokens, or truncate the sentences (max_len)')
 
-def pad_to(ids: torch.Tensor, n_rows: int, length: int) -> torch.Tensor:
-    "Add rows and columns of PAD."
-    missing = (0, max(0, length - ids.size(1)), 0, max(0, n_rows - ids.size(0))) # left, right, top, bottom
-    return torch.nn.functional.pad(ids, missing, value=PAD)
-
 def batch_starts(lengths: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Cut sorted lengths into batches.
+    """Cut sorted lengths into batches. Each length must be from 1 to `max_tokens` (see `check_longest`).
 
     :param lengths: padded lengths, in ascending order
     :param max_tokens: padded tokens of a batch, at most
@@ -98,9 +93,10 @@ def count_batches(counts: np.ndarray, max_tokens: int, multiple: int = 1) -> int
         if n_rows >= capacity: # none of this length fits into the last batch
             n_batches += 1
             n_rows = 0
-        n_full, rest = divmod(n_rows + int(counts[length]) - 1, capacity) # -1: a full last batch is not counted yet
+        n_rows += int(counts[length])
+        n_full = (n_rows - 1) // capacity # without the last batch, which may be full
         n_batches += n_full
-        n_rows = rest + 1
+        n_rows -= n_full * capacity
     if n_rows:
         n_batches += 1
     return n_batches
@@ -128,7 +124,7 @@ def bucket(
     Raises ValueError for a pair that is longer than `max_tokens`.
 
     :param lengths: tokens of source and target, special tokens included
-    :param max_tokens: padded tokens of a batch on either side, at most
+    :param max_tokens: rows times columns of the source, and of the decoder input, at most
     :param rng: shuffles; None: shortest first
     :return: indices, each exactly once
     """
@@ -144,6 +140,11 @@ def bucket(
     if rng is None:
         return batches
     return [batches[i] for i in rng.permutation(len(batches))]
+
+def pad_to(ids: torch.Tensor, n_rows: int, length: int) -> torch.Tensor:
+    "Add rows and columns of PAD."
+    missing = (0, max(0, length - ids.size(1)), 0, max(0, n_rows - ids.size(0))) # left, right, top, bottom
+    return torch.nn.functional.pad(ids, missing, value=PAD)
 
 def as_list(ids: Sequence[int] | np.ndarray) -> Sequence[int]:
     "Return ids as Python numbers, which are faster to collate than those of an array."
@@ -182,13 +183,13 @@ class PairList:
         return [self.pairs[i] for i in rows.tolist()], self.lengths[rows]
 
 class TrainingLoader:
-    """Yields the batches of each epoch, from seed and epoch alone. Each process gets its shard of every batch.
+    """The batches of each epoch, the same for equal seeds and epochs. Each process gets its shard of every batch.
 
     It replaces `batches.BatchLoader` for large corpora, several processes, and epochs that resume in the middle.
     Raises ValueError for a rank outside [0, world_size), and for a pair that is longer than `max_tokens`.
 
     :param pairs: a list, or `prepared.PreparedPairs`; or a function of the epoch
-    :param max_tokens: padded tokens of a batch on either side, at most, over all processes
+    :param max_tokens: rows times columns of source and of decoder input, at most, over all processes
     :param shuffle: False: shortest first, the same in every epoch
     :param rank: index of this process
     :param world_size: number of processes
@@ -285,7 +286,7 @@ class TrainingLoader:
 def to_device(batches: Iterable[Batch], device: torch.device, pin: bool = True) -> Iterator[Batch]:
     """Yield the same batches on a device.
 
-    :param pin: on a GPU, copy from pinned memory, without blocking the CPU
+    :param pin: on a GPU, copy to pinned memory first, so that the copy to the GPU does not block the CPU
     """
     for batch in batches:
         if pin and device.type == 'cuda':

@@ -3,7 +3,7 @@
 """Text streams: translate files of any size: batch by length, read in buffers, and report bad lines."""
 
 __all__ = ['FLUSH', 'LINE_BREAK', 'MAX_NAMED', 'FLOAT_SETTINGS', 'RANGES', 'OTHER_NAMES', 'COUNTS', 'SAMPLING_SETTINGS',
-           'length_groups', 'buffered', 'to_text', 'warn', 'ProblemCount', 'printable', 'InputReport',
+           'length_groups', 'buffered', 'to_text', 'ProblemCount', 'printable', 'warn', 'InputReport',
            'SentenceSplitter', 'TranslateSettings', 'SampleSettings', 'require', 'require_pairs', 'with_prefixes',
            'require_prefix', 'require_numbers', 'refuse_unknown', 'refuse_unnamed', 'changed_settings']
 
@@ -29,8 +29,10 @@ def length_groups(rows: Sequence[Sequence[int]], max_tokens: int) -> list[list[i
     order.sort(key=lambda i: len(rows[i]), reverse=True)
     groups = []
     for i in order:
-        if groups and len(rows[groups[-1][0]]) * (len(groups[-1]) + 1) <= max_tokens:
-            groups[-1].append(i)
+        group = groups[-1] if groups else []
+        longest = len(rows[group[0]]) if group else 0
+        if group and longest * (len(group) + 1) <= max_tokens:
+            group.append(i)
         else:
             groups.append([i])
     return groups
@@ -38,7 +40,7 @@ def length_groups(rows: Sequence[Sequence[int]], max_tokens: int) -> list[list[i
 FLUSH = object() # an item of a stream: translate what has been read so far, before waiting for more
 
 def buffered(items: Iterable[tuple], size: int, max_characters: int = 1 << 20) -> Iterator[list[tuple]]:
-    """Read an iterable of any length in pieces that fit into memory. A text that is `FLUSH` ends a piece.
+    """Read an iterable of any length in buffers that fit into memory. `FLUSH` in place of a text ends a buffer early.
 
     :param items: each begins with a text, or with `FLUSH`
     :param size: items in a buffer, at most
@@ -75,18 +77,6 @@ def to_text(item) -> str:
         raise TypeError(f'expected text, got {type(item).__name__}')
     return text.removeprefix('\ufeff').rstrip('\r\n') # some editors put a byte order mark first
 
-def warn(message: str) -> None:
-    "Warn at the line of the program that called this library."
-    level = 2
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_globals.get('__name__', '').startswith('annotated_transformer.'):
-        frame = frame.f_back
-        level += 1
-    warnings.warn(message, stacklevel=level)
-
-LINE_BREAK = re.compile('[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]')
-MAX_NAMED = 10 # unknown characters in a warning
-
 @dataclass
 class ProblemCount:
     """How many texts have a problem, and which.
@@ -111,6 +101,18 @@ def printable(text: str) -> str:
     "Return a text in which characters that cannot be printed are escaped, such as '\\x00'."
     return text if text.isprintable() else ascii(text)[1:-1] # without the quotes
 
+def warn(message: str) -> None:
+    "Warn at the line of the program that called this library."
+    level = 2
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get('__name__', '').startswith('annotated_transformer.'):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, stacklevel=level)
+
+LINE_BREAK = re.compile('[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]')
+MAX_NAMED = 10 # unknown characters in a warning
+
 @dataclass
 class InputReport:
     """Count texts that are unreadable, too long, with unknown characters or line breaks; warn once of each problem.
@@ -120,7 +122,6 @@ class InputReport:
     :param strict: raise ValueError for an unreadable line, instead of returning an empty text
     :param longest: tokens of the longest truncated text
     :param broken: with line breaks inside
-    :param names: unknown characters
     """
     max_tokens: int
     what: str = 'sentences'
@@ -133,7 +134,7 @@ class InputReport:
     longest: int = 0
     broken: ProblemCount = field(default_factory=ProblemCount)
     unknown: ProblemCount = field(default_factory=ProblemCount)
-    names: list[str] = field(default_factory=list)
+    unknown_characters: list[str] = field(default_factory=list)
 
     def read(self, item) -> str:
         """Return a line as text, '' if it is unreadable.
@@ -171,8 +172,9 @@ class InputReport:
                 self.broken.add(self.n_texts)
             if unk in row:
                 self.unknown.add(self.n_texts)
-                if len(self.names) <= MAX_NAMED: # one more, so that the message can say that there are more
-                    self.names += [name for name in find_unknown(text) if name not in self.names]
+                if len(self.unknown_characters) <= MAX_NAMED: # more than MAX_NAMED: the message ends with '...'
+                    found = find_unknown(text)
+                    self.unknown_characters += [name for name in found if name not in self.unknown_characters]
         return [row[:self.max_tokens] for row in rows]
 
     def warn(self) -> None:
@@ -184,8 +186,8 @@ class InputReport:
             warn(f'line breaks are read as spaces: {self.broken.describe(self.n_texts, self.what)}. '
                  'Translate each line by itself, or the model may leave some out')
         if self.unknown.n:
-            names = [printable(name[:20]) for name in self.names[:MAX_NAMED]]
-            more = ' ...' if len(self.names) > MAX_NAMED else ''
+            names = [printable(name[:20]) for name in self.unknown_characters[:MAX_NAMED]]
+            more = ' ...' if len(self.unknown_characters) > MAX_NAMED else ''
             warn(f'unknown to the tokenizer, and read as <unk>: {" ".join(names)}{more} '
                  f'in {self.unknown.describe(self.n_texts, self.what)}')
         if self.n_unreadable:
