@@ -173,11 +173,12 @@ class Probe:
         self.src_vocab_size = src_vocab_size
         self.n, self.m = lengths
         self.settings = settings # see `check_transformer`
+        self.tol = None          # set by the check 'runs'
         self.generator = torch.Generator().manual_seed(0)
         self.device = next((p.device for p in model.parameters()), torch.device('cpu'))
 
     def prepare(self, copy_of_model: nn.Module):
-        "Use this copy for comparisons; return its logits for three ids repeated."
+        "Store the copy that checks compare with, and return its logits for a simple input."
         self.eval_model = copy_of_model.eval()
         ids = torch.tensor([i for i in range(4) if i != self.pad][:3], device=self.device)
         return self.logits(ids.repeat(2, self.n)[:, :self.n], ids.repeat(2, self.m)[:, :self.m])
@@ -191,7 +192,7 @@ class Probe:
         return model if call is None else Adapter(model, call)
 
     def ids(self, rows: int, length: int, vocab_size: int) -> Int[Tensor, "rows length"]:
-        "Return random ids without padding; those of a row differ if there are enough."
+        "Return random ids without padding; ids in a row differ if the vocabulary is large enough."
         known = torch.tensor([i for i in range(vocab_size) if i != self.pad])
         repeats = -(-length // len(known))
         shuffled = [known[torch.randperm(len(known), generator=self.generator)].repeat(repeats)
@@ -237,7 +238,7 @@ class Probe:
 
 @contextmanager
 def training_without_dropout(model: nn.Module) -> Iterator[None]:
-    "Put a model into train mode, with all dropout off: modules and functions."
+    "Put a model into train mode without dropout: modules, and `F.dropout`. It stays in this mode: use a copy."
     model.train()
     for module in model.modules():
         if 'dropout' in type(module).__name__.lower():
@@ -254,7 +255,7 @@ def training_without_dropout(model: nn.Module) -> Iterator[None]:
           patch.object(F, 'scaled_dot_product_attention', attention_without_dropout)):
         yield
 
-# what a module of positions is called; not *position-wise*
+# names of position modules: pos, model.pe, PositionalEncoding; not PositionwiseFeedForward, position_wise, or pos_ffn
 POSITION = re.compile(r'posit(?!ion_?wise)|(^|[._])(pos|pe)([._](?!ffn|ff$|feed)|$)', re.I)
 
 def position_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -292,7 +293,7 @@ def positions_off(model: nn.Module) -> Iterator[list[str]]:
             hook.remove()
 
 def leaves(loss: Tensor) -> list[Tensor]:
-    "Return all tensors that receive a gradient from this loss."
+    "Return all leaf tensors that receive a gradient from this loss."
     found = {}
     seen = set()
     todo = [loss.grad_fn]

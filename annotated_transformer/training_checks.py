@@ -40,6 +40,11 @@ class LossProbe:
     def total(self, log_probs: Tensor, targets: Tensor) -> Tensor:
         return self.loss(log_probs, targets).sum()
 
+    def takes_logits(self, log_probs: Tensor, targets: Tensor) -> bool:
+        "Return whether the loss normalizes its input: then adding 5 to all logits changes nothing."
+        total = self.total(log_probs, targets)
+        return bool((self.total(log_probs + 5, targets) - total).abs() < 1e-3 * total.abs())
+
     def expected(self, log_probs: Tensor, targets: Tensor) -> dict[str, float]:
         "Return the loss by every convention."
         counted = torch.ones_like(targets, dtype=torch.bool) if self.pad is None else targets != self.pad
@@ -63,12 +68,12 @@ class LossProbe:
         return losses
 
     def compare(self, *batches: tuple[Tensor, Tensor]) -> tuple[bool, str]:
-        "Does one convention explain the loss of all batches?"
+        "Compare the loss of all batches with each convention: one must explain them all."
         errors = {}
         for log_probs, targets in batches:
             loss = self.total(log_probs, targets).item()
             for name, expected in self.expected(log_probs, targets).items():
-                error = abs(loss - expected) / max(abs(expected), 1e-3)
+                error = abs(loss - expected) / max(abs(expected), 1e-3) # do not divide by 0
                 errors[name] = max(errors.get(name, 0.0), error)
         if self.convention is not None:
             errors = {self.convention: errors[self.convention]}
@@ -85,11 +90,12 @@ def loss_runs(p: LossProbe):
     return loss.isfinite(), f'7 targets, 11 tokens: {loss.item():.3g}'
 
 @LOSS_CHECKS.add('value', 'the cross-entropy with smoothed targets (section 5.4)',
-                 'the value of label_smoothing; softmax or log_softmax applied twice')
+                 'the value of label_smoothing; softmax applied before the loss')
 def loss_value(p: LossProbe):
-    return p.compare(p.draw(7), p.draw(5, 9))
+    passed, observed = p.compare(p.draw(7), p.draw(5, 9))
+    return passed, f'takes {"logits" if p.takes_logits(*p.draw(7)) else "log-probabilities"}; {observed}'
 
-@LOSS_CHECKS.add('padding', 'padding counts for nothing, in the mean too',
+@LOSS_CHECKS.add('padding', 'padding adds nothing to the loss, nor to the number that a mean divides by',
                  'no ignore_index; a mean over all targets; label smoothing that adds the padding back')
 def loss_padding(p: LossProbe):
     if p.pad is None:
@@ -125,10 +131,10 @@ def loss_memory(p: LossProbe):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        total = p.total(log_probs, targets)
+        p.total(log_probs, targets)
     stored.pop(log_probs.untyped_storage().data_ptr(), None)
-    softmax_inside = (p.total(log_probs + 5, targets) - total).abs() < 1e-3 * total.abs()
-    return len(stored) <= int(softmax_inside), f'matrices stored for the gradient: {len(stored)}'
+    allowed = 1 if p.takes_logits(log_probs, targets) else 0 # the log-probabilities, for the gradient
+    return len(stored) <= allowed, f'matrices stored for the gradient: {len(stored)}'
 
 def check_loss(
     loss: Callable, label_smoothing: float = 0.1, *, pad: int | None = None, dense: bool = False,
@@ -154,13 +160,15 @@ class ScheduleProbe:
 
 SCHEDULE_CHECKS = Checks()
 
-@SCHEDULE_CHECKS.add('runs', 'every step has a positive learning rate', 'a schedule that starts at step 0')
+@SCHEDULE_CHECKS.add('runs', 'every learning rate is positive (the first may be 0)',
+                     'the step from which the schedule counts; its last steps')
 def schedule_runs(p: ScheduleProbe):
     steps = range(1, 4 * p.warmup_steps + 1)
     p.lr = [float(p.schedule(step)) for step in steps] if callable(p.schedule) else [float(x) for x in p.schedule]
     if len(p.lr) < 2 * p.warmup_steps:
         return False, f'{len(p.lr)} learning rates: give at least {2 * p.warmup_steps}'
-    return all(0 < lr < math.inf for lr in p.lr), f'{len(p.lr)} steps, from {min(p.lr):.2g} to {max(p.lr):.2g}'
+    positive = 0 <= p.lr[0] < math.inf and all(0 < lr < math.inf for lr in p.lr[1:])
+    return positive, f'{len(p.lr)} steps, from {min(p.lr):.2g} to {max(p.lr):.2g}'
 
 @SCHEDULE_CHECKS.add('peak', 'the learning rate peaks at the end of the warm-up',
                      'a scheduler that steps once per small batch, or once per epoch')
@@ -168,14 +176,14 @@ def schedule_peak(p: ScheduleProbe):
     peak = p.lr.index(max(p.lr)) + 1
     return abs(peak - p.warmup_steps) <= 1, f'peak at step {peak}, warm-up of {p.warmup_steps} steps'
 
-@SCHEDULE_CHECKS.add('warm-up', 'it rises in a straight line', 'the power of warmup_steps: -1.5')
+@SCHEDULE_CHECKS.add('warm-up', 'it rises linearly', 'the exponent of warmup_steps: -1.5')
 def schedule_warmup(p: ScheduleProbe):
     w = p.warmup_steps
     error = max(abs(p.lr[s - 1] / p.lr[w - 1] - s / w) for s in range(1, w + 1))
-    return error <= 2 / w, f'error {error:.2g} of the peak'
+    return error <= 2 / w, f'error {error:.2g} of the peak' # 1 / w if steps are counted from 0
 
 @SCHEDULE_CHECKS.add('decay', 'it falls with the inverse square root of the step',
-                     'the power of the step: step ** -0.5, not step ** -1 / 2')
+                     'the exponent of the step: step ** -0.5, not step ** -1 / 2')
 def schedule_decay(p: ScheduleProbe):
     if not p.decays:
         raise NotApplicable('decays=False')
@@ -193,12 +201,12 @@ def schedule_height(p: ScheduleProbe):
 def check_schedule(
     schedule: Callable | Sequence[float], warmup_steps: int, *, peak_lr: float | None = None, decays: bool = True,
 ) -> Report:
-    """Compare a schedule with equation 3. Counting steps from 0 or from 1 makes no difference.
+    """Compare a schedule with equation 3. Steps may be counted from 0 or from 1.
 
     :param schedule: step, from 1, to learning rate; or those of the first steps
     :param warmup_steps: at least 10
     :param peak_lr: the intended peak
-    :param decays: False: after the peak it may do anything
+    :param decays: False: do not check the decay
     """
     probe = ScheduleProbe(schedule, warmup_steps, peak_lr, decays)
     return SCHEDULE_CHECKS.run('schedule', probe)
@@ -206,13 +214,13 @@ def check_schedule(
 OPTIMIZER_CHECKS = Checks()
 
 @OPTIMIZER_CHECKS.add('complete', 'the optimizer has every trainable parameter once',
-                      'an optimizer made before the model was changed, moved or tied')
+                      'an optimizer made before the model was changed or tied')
 def optimizer_complete(p):
     model, optimizer = p
     given = [id(q) for group in optimizer.param_groups for q in group['params']]
     trainable = {id(q): name for name, q in model.named_parameters() if q.requires_grad}
     missing = [name for key, name in trainable.items() if key not in given]
-    unknown = len(set(given) - set(trainable))
+    unknown = len(set(given) - {id(q) for q in model.parameters()}) # frozen parameters do no harm
     return (not missing and not unknown and len(given) == len(set(given)),
             f'missing: {", ".join(missing[:3]) or "none"}; {unknown} that the model does not have')
 
@@ -236,7 +244,7 @@ def accumulation_equal(p):
     one = gradient([whole])
     several = gradient(list(parts))
     error = relative_error(one, several)
-    return error < 1e-3, f'{len(parts)} parts: {several.norm() / one.norm():.3g} times as long, error {error:.1g}'
+    return error < 1e-3, f'{len(parts)} parts: norm {several.norm() / one.norm():.3g} times as large, error {error:.1g}'
 
 def check_accumulation(backward: Callable, model: nn.Module, whole: object, parts: Sequence) -> Report:
     """Check that gradient accumulation does not change the gradient.
@@ -253,13 +261,19 @@ AVERAGING_CHECKS = Checks()
 @AVERAGING_CHECKS.add('mean', 'the mean of each weight (section 6.1)', 'sums, or the last checkpoint alone')
 def averaging_mean(p):
     p['result'] = p['average'](p['checkpoints'])
-    errors = []
-    for name in p['before'][0]:
+    largest = 0.0
+    tol = 1e-4
+    for name, first in p['before'][0].items():
+        if not first.is_floating_point(): # a counter or a mask
+            continue
         expected = torch.stack([checkpoint[name].double() for checkpoint in p['before']]).mean(0)
-        error = (p['result'][name].double() - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
-        errors.append(error.nan_to_num(math.inf).item())
-    return (set(p['result']) == set(p['before'][0]) and max(errors) < 1e-4,
-            f'{len(p["before"])} checkpoints: error {max(errors):.1g}')
+        result = p['result'][name].double()
+        error = torch.where(result == expected, 0.0, (result - expected).abs()) # a mask may hold -inf
+        scale = expected.abs().nan_to_num(posinf=0.0).max().clamp(min=1e-6)
+        largest = max(largest, (error.max() / scale).nan_to_num(math.inf, math.inf).item())
+        tol = max(tol, torch.finfo(first.dtype).eps) # 16 bits
+    return (set(p['result']) == set(p['before'][0]) and largest < tol,
+            f'{len(p["before"])} checkpoints: error {largest:.1g}')
 
 @AVERAGING_CHECKS.add('unchanged', 'the checkpoints are left as they were', 'in-place addition: add_, +=')
 def averaging_unchanged(p):
@@ -287,7 +301,7 @@ class DecoderProbe:
         self.model = model
         self.src = src
         self.pad, self.bos, self.eos = pad, bos, eos
-        self.never = [pad, bos] if never is None else list(never)
+        self.never = [i for i in (pad, bos) if i != eos] if never is None else list(never)
         self.greedy = greedy
 
     def results(self, src: Tensor) -> list[tuple[list[int], float | None]]:
@@ -328,7 +342,8 @@ def decoder_runs(p: DecoderProbe):
 
 @DECODER_CHECKS.add('end', 'a translation stops at EOS', 'the condition that ends the loop; BOS left in the result')
 def decoder_end(p: DecoderProbe):
-    wrong = sum(p.eos in ids[:-1] or p.pad in ids or p.bos in ids for ids, _ in p.found)
+    bodies = [ids[:-1] if ids[-1:] == [p.eos] else ids for ids, _ in p.found]
+    wrong = sum(bool({p.eos, p.pad, p.bos} & set(ids)) for ids in bodies)
     return wrong == 0, f'{wrong} of {len(p.found)} contain BOS or padding, or tokens after EOS'
 
 @DECODER_CHECKS.add('greedy', 'each token is the most probable one',

@@ -10,7 +10,7 @@ from annotated_transformer.batches import collate
 from annotated_transformer.input_checks import check_batch, check_embedding, check_positions, check_vocabulary
 from annotated_transformer.layers import FeedForward
 from annotated_transformer.positions import LearnedPositions, SinusoidalPositions, sinusoids
-from annotated_transformer.vocabulary import EOS, PAD
+from annotated_transformer.vocabulary import EOS, PAD, SPECIALS, train_tokenizer
 
 TABLE = sinusoids(64, 16)
 
@@ -64,6 +64,8 @@ def test_embeddings(embed, failed):
 def test_embedding_of_our_model_and_without_positions():
     embedding = nn.Embedding(30, 16)
     check_embedding(embedding, embedding.weight, scale=1.0, sinusoidal=False).raise_if_failed()
+    wide = nn.Embedding(30, 48) # the product with the root of 48 is rounded
+    check_embedding(lambda ids: 48 ** 0.5 * wide(ids), wide.weight, sinusoidal=False).raise_if_failed()
     other = torch.randn(30, 16)
     assert 'rows' in check_embedding(embedding, other, scale=1.0, sinusoidal=False).failed
 
@@ -77,6 +79,34 @@ def test_batches():
     assert check_batch(F.pad(batch.src, (0, 3)), batch.tgt_in, batch.tgt_out).failed == ['width']
     without_eos = batch.tgt_out.masked_fill(batch.tgt_out == EOS, PAD)
     assert 'end' in check_batch(batch.src, batch.tgt_in, without_eos).failed
+
+
+def test_batches_padded_to_a_multiple():
+    src = torch.tensor([[5, 6, 7, 8, 2, 0, 0, 0]])
+    tgt = torch.tensor([[7, 8, 2, 0]])
+    tgt_in = torch.tensor([[1, 7, 8, 0]])
+    assert check_batch(src, tgt_in, tgt).failed == ['width']
+    check_batch(src, tgt_in, tgt, pad_to_multiple_of=4).raise_if_failed()
+    assert check_batch(F.pad(src, (0, 4)), tgt_in, tgt, pad_to_multiple_of=4).failed == ['width']
+
+
+@pytest.mark.parametrize('bos', [PAD, EOS])
+def test_batches_that_begin_with_padding_or_eos(bos):
+    src = torch.tensor([[5, 2], [6, 2]])
+    tgt_in = torch.tensor([[bos, 7, 8], [bos, 9, PAD]])
+    tgt_out = torch.tensor([[7, 8, EOS], [9, EOS, PAD]])
+    check_batch(src, tgt_in, tgt_out, bos=bos).raise_if_failed()
+    assert 'begin' in check_batch(src, tgt_out, tgt_out, bos=bos).failed
+
+
+def test_vocabulary_of_subwords():
+    pairs = [('the lower house', 'das niedrigere Haus'), ('the lowest tower', 'der niedrigste Turm')] * 3
+    tokenizer = train_tokenizer('bpe', pairs, ('en', 'de'), 80)
+    tokens = tokenizer.model.get_vocab()
+    encoded = [tokenizer.model.encode(text).tokens for pair in pairs for text in pair]
+    assert set(tokens) - set(SPECIALS) - {token for sentence in encoded for token in sentence} # replaced by merges
+    check_vocabulary(set(tokens) - set(SPECIALS), encoded).raise_if_failed()
+    assert check_vocabulary([*tokens.keys() - set(SPECIALS), 'Katze'], encoded).failed == ['training']
 
 
 def test_vocabulary_from_training_sentences_alone():

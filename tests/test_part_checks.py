@@ -32,6 +32,16 @@ def test_correct_attention_passes_and_its_convention_is_found(attend, convention
     assert report['mask'].observed.startswith(convention)
 
 
+def test_no_two_axes_of_the_inputs_have_the_same_length():
+    shapes = []
+
+    def attend(query, key, value, mask):
+        shapes.append((*query.shape, *value.shape[2:]))
+        return attention(query, key, value, mask)
+    check_attention(attend)
+    assert len(set(shapes[0])) == len(shapes[0]) == 6
+
+
 def test_torch_module_with_one_head_and_three_axes_passes():
     class OneHead(nn.MultiheadAttention):
         def forward(self, query, key, value, mask):
@@ -165,12 +175,22 @@ def test_masks_of_one_kind_pass():
     (lambda ids: torch.ones(5, 5).tril(-1).bool() & padding_mask(ids, 0), ['own position']),
     (lambda ids: causal_mask(5) | padding_mask(ids, 0), ['future', 'past']),
     (lambda ids: causal_mask(5) & padding_mask(ids, 0)[:1], ['own position', 'past']),
-    (lambda ids: causal_mask(5) & padding_mask(ids, 0).mT, ['past']),
     (lambda ids: causal_mask(5), ['past']),
     (lambda ids: padding_mask(ids, 0)[:, 0], ['future']),
     (lambda ids: causal_mask(4), ['runs'])])
 def test_wrong_masks_fail(make_mask, failed):
     assert check_mask(make_mask, causal=True).failed == failed
+
+
+@pytest.mark.parametrize('causal', [False, True])
+def test_padded_queries_may_be_masked_completely(causal):
+    def both_axes(ids):
+        mask = padding_mask(ids, 0) & padding_mask(ids, 0).mT
+        return mask & causal_mask(5) if causal else mask
+    check_mask(both_axes, causal=causal).raise_if_failed(strict=True)
+    check_mask(lambda ids: ~both_axes(ids), causal=causal).raise_if_failed(strict=True)
+    assert check_mask(both_axes, causal=causal, padding=False).failed
+    assert check_mask(lambda ids: padding_mask(ids, 0).mT, causal=False).failed
 
 
 # --- layers
@@ -184,6 +204,23 @@ def test_correct_layers_pass(norm):
     check_layer(DecoderLayer(24, 4, 40, 0.1, norm), 24, norm, call).raise_if_failed()
     torch_layer = nn.TransformerEncoderLayer(24, 4, 40, batch_first=True, norm_first=norm == 'pre')
     check_layer(torch_layer, 24, norm).raise_if_failed()
+
+
+class DivideByN1(nn.LayerNorm):
+    "Layer norm with a variance over n - 1 features."
+    def forward(self, x):
+        centered = x - x.mean(-1, keepdim=True)
+        return centered / (x.std(-1, keepdim=True) + 1e-6) * self.weight + self.bias
+
+
+@pytest.mark.parametrize('kind', [nn.RMSNorm, DivideByN1])
+@pytest.mark.parametrize('norm', ['post', 'pre'])
+def test_layers_with_other_norms_pass(kind, norm):
+    layer = EncoderLayer(24, 4, 40, 0.1, norm)
+    layer.residual1.norm = kind(24)
+    layer.residual2.norm = kind(24)
+    check_layer(layer, 24, norm).raise_if_failed()
+    assert not check_layer(layer, 24, 'pre' if norm == 'post' else 'post')
 
 
 class AfterTheNorm(Residual):

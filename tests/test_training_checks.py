@@ -44,6 +44,8 @@ def test_a_matrix_of_targets_is_correct_and_large():
     report = check_loss(dense, pad=0)
     assert report.failed == ['memory'] and 'KL divergence' in report['value'].observed
     check_loss(dense, pad=0, dense=True).raise_if_failed()
+    assert 'takes log-probabilities' in report['value'].observed
+    assert 'takes logits' in check_loss(ours, pad=0)['value'].observed
 
 
 @pytest.mark.parametrize('loss, failed', [
@@ -73,6 +75,7 @@ def test_correct_schedules_pass():
     check_schedule(paper, 100, peak_lr=paper_peak_lr(512, 100)).raise_if_failed(strict=True)
     check_schedule([paper(step + 1) for step in range(1000)], 100).raise_if_failed()
     check_schedule([paper(1) / 2, *map(paper, range(1, 1000))], 100).raise_if_failed() # counted from 0
+    check_schedule([0.0, *map(paper, range(1, 1000))], 100).raise_if_failed()
     check_schedule(lambda step: 1e-3 * min(step / 100, (500 - step) / 400), 100, decays=False).raise_if_failed()
 
 
@@ -82,7 +85,7 @@ def test_correct_schedules_pass():
     (lambda step: 1e-3 * min((step / 100) ** 2, (100 / step) ** 0.5), ['warm-up', 'height']),
     (lambda step: 2 * paper(step), ['height']),
     (lambda step: 1 / (step - 1), ['runs']),
-    ([1e-3] * 50, ['runs'])])
+    ([0.0, 0.0, *map(paper, range(1, 1000))], ['runs']), ([1e-3] * 50, ['runs'])])
 def test_wrong_schedules_fail(schedule, failed):
     assert check_schedule(schedule, 100, peak_lr=paper_peak_lr(512, 100)).failed == failed
 
@@ -95,6 +98,8 @@ def test_optimizer_with_all_parameters():
     partial = torch.optim.Adam(model.encoder.parameters())
     assert 'src_embed.weight' in check_optimizer(model, partial)['complete'].observed
     assert not check_optimizer(Transformer(CONFIG), make_optimizer(model))
+    model.src_embed.requires_grad_(False) # frozen, and known to the optimizer
+    check_optimizer(model, torch.optim.Adam(model.parameters())).raise_if_failed()
     model.lm_head = nn.Linear(32, 19)
     assert not check_optimizer(model, make_optimizer(Transformer(CONFIG)))
 
@@ -131,6 +136,12 @@ def test_averages():
     constant = [{'gain': torch.full((4,), x), 'scale': torch.tensor([x])} for x in (0.1, 0.3, 0.7)]
     check_averaging(average_weights, constant).raise_if_failed()
     assert check_averaging(lambda checkpoints: checkpoints[-1], constant).failed == ['mean']
+    mask = torch.full((3, 3), -math.inf).triu(1)
+    buffers = [{'mask': mask, 'steps': torch.tensor(i), 'gain': torch.randn(4)} for i in (1, 2)]
+    check_averaging(average_weights, buffers).raise_if_failed()
+    assert check_averaging(lambda checkpoints: checkpoints[0] | {'mask': mask.zero_()}, buffers).failed
+    for dtype in (torch.bfloat16, torch.float16):
+        check_averaging(average_weights, [{'gain': torch.randn(99).to(dtype)} for _ in range(3)]).raise_if_failed()
     assert check_averaging(in_place).failed == ['unchanged']
     assert check_averaging(lambda checkpoints: sum(checkpoints)).failed == ['mean']
 
@@ -174,9 +185,28 @@ def test_wrong_scores_batches_and_orders_fail(model, src):
         return [(ids, log_prob(ids, row) + error) for ids, row in zip(greedy(model, src), src)]
     assert not check_decoder(scored, model, src, greedy=False).failed
     assert check_decoder(lambda src: scored(src, 1.0), model, src).failed == ['log-probability']
-    assert 'alone' in check_decoder(lambda s: [ids[:s.size(1) - 5] for ids in greedy(model, s)], model, src).failed
+    assert 'alone' in check_decoder(lambda s: [ids[:s.size(1) // 2] for ids in greedy(model, s)], model, src).failed
     assert 'order' in check_decoder(lambda s: [greedy(model, s)[0]] * len(s), model, src, greedy=False).failed
     assert check_decoder(lambda s: greedy(model, s)[1:], model, src).failed == ['runs']
+
+
+@pytest.mark.parametrize('bos', [0, EOS])
+def test_decoding_that_begins_with_padding_or_eos(model, src, bos):
+    def ending(src, tgt):
+        return model(src, tgt) + F.one_hot(torch.tensor(EOS), 19) * torch.arange(tgt.size(1))[:, None] / 2
+
+    @torch.no_grad()
+    def decode(src):
+        found = []
+        for row in src:
+            ids = []
+            while len(ids) < 8 and EOS not in ids:
+                ids.append(ending(row[row != 0][None], torch.tensor([[bos, *ids]]))[0, -1, 1:].argmax().item() + 1)
+            found.append(ids)
+        return found
+    assert all(ids[-1] == EOS for ids in decode(src))
+    check_decoder(decode, ending, src, bos=bos).raise_if_failed()
+    assert 'end' in check_decoder(lambda src: [[bos, *ids] for ids in decode(src)], ending, src, bos=bos).failed
 
 
 def test_decoding_from_the_last_token_alone_fails(model, src):
