@@ -2,8 +2,8 @@
 
 """Plotting: the book's colours and plots, for contributors who add a figure."""
 
-__all__ = ['BLUE', 'ORANGE', 'GREEN', 'PURPLE', 'RED', 'GREY', 'PALE', 'TEAL', 'PINK', 'GOLD', 'mask', 'use_style', 'figure',
-           'heatmap', 'categories', 'mask_map', 'bars', 'curves', 'grid_of_maps', 'ribbons']
+__all__ = ['BLUE', 'ORANGE', 'GREEN', 'PURPLE', 'RED', 'GREY', 'PALE', 'TEAL', 'PINK', 'GOLD', 'use_style', 'figure', 'heatmap',
+           'categories', 'mask_map', 'bars', 'curves', 'grid_of_maps', 'ribbons']
 
 import importlib
 import sys
@@ -21,10 +21,10 @@ from PIL import Image
 BLUE = '#2879d4'    # queries; residual connections; the first series of a plot
 ORANGE = '#d05809'  # keys; layer norm
 GREEN = '#208a55'   # values and outputs
-PURPLE = '#8e5ed0'  # attention and its weights; what a mask lets pass
+PURPLE = '#8e5ed0'  # attention and its weights; positions that a mask allows
 RED = '#de3249'     # losses, gradients, and what is wrong
 GREY = '#757a84'    # text, lines, and what is neutral
-PALE = '#8a91a033'  # masked, pruned, padding: a veil that reads on white and on dark ground
+PALE = '#8a91a033'  # masked, pruned, padding: a veil that reads on a white and on a dark background
 TEAL = '#108794'    # feed-forward networks and tokens; the first head
 PINK = '#cf3f93'    # positions; the second head
 GOLD = '#9a770c'    # embeddings and special tokens; the third head
@@ -45,7 +45,7 @@ def contrast(a, b) -> float:
 def ink(fill) -> str:
     """White or near-black: the one that reads better on `fill`.
 
-    :param fill: colour of the ground under the text
+    :param fill: colour of the background of the text
     """
     return max(['#ffffff', '#16181d'], key=lambda color: contrast(color, fill))
 
@@ -85,7 +85,7 @@ def show_palette_pngs() -> None:
         shell.display_formatter.formatters['image/png'].for_type(Figure, palette_png)
 
 def use_style() -> None:
-    "Set matplotlib's defaults for the book: transparent ground, text that reads on white and on dark."
+    "Set matplotlib's defaults for the book: a transparent background, and text that reads on white and on dark."
     series = [BLUE, ORANGE, GREEN, PURPLE, RED, TEAL, PINK, GOLD]
     plt.rcParams.update({
         'figure.dpi': 110, 'savefig.dpi': 110, 'figure.facecolor': 'none', 'savefig.facecolor': 'none',
@@ -124,7 +124,8 @@ def to_array(values) -> np.ndarray:
     return np.asarray(values)
 
 def escape(text) -> str:
-    """Text as it is: no formula between dollar signs, and a small square for the joiner, which the font lacks.
+    """Escape text for matplotlib: no formula between dollar signs, and a small square for the joiner, which the font
+    lacks.
 
     :param text: anything that prints
     """
@@ -135,7 +136,7 @@ def color_map(color: str = PURPLE, negative: str = '', opaque: bool = True) -> L
 
     :param color: colour of the largest value
     :param negative: colour of the most negative value, if there are any
-    :param opaque: False: small values fade into the ground
+    :param opaque: False: small values fade into the background
     """
     def shades(hue):
         if not opaque:
@@ -145,7 +146,7 @@ def color_map(color: str = PURPLE, negative: str = '', opaque: bool = True) -> L
     colors = shades(color)
     if negative:
         middle = (*to_rgb(GREY), 0.1) if not opaque else (0.88, 0.88, 0.89) # zero belongs to neither colour
-        colors = shades(negative)[:0:-1] + [middle] + colors[1:]
+        colors = shades(negative)[:0:-1] + [middle] + colors[1:] # dark to medium, the middle, medium to dark
     return LinearSegmentedColormap.from_list('book', colors)
 
 def cells(ax, colors, gap=0.04) -> None:
@@ -241,8 +242,6 @@ def mask_map(ax, mask, title: str = '', rows=None, columns=None, legend: bool = 
     """
     names = ('masked', 'may attend') if legend else ()
     return categories(ax, mask, title, names, (PALE, PURPLE), rows, columns)
-
-mask = mask_map # a shorter name for pages that have no variable called mask
 
 def bars(ax, names, heights, title: str = '', color=BLUE, ylabel: str = '', fmt: str = '.2f'):
     """Bars with their values written on them. Returns the axes.
