@@ -124,8 +124,7 @@ def to_array(values) -> np.ndarray:
     return np.asarray(values)
 
 def escape(text) -> str:
-    """Escape text for matplotlib: no formula between dollar signs, and a small square for the joiner, which the font
-    lacks.
+    """Escape text for matplotlib: no formula between dollar signs, a small square for the joiner that the font lacks.
 
     :param text: anything that prints
     """
