@@ -20,8 +20,8 @@ def sinusoids(n: int, d_model: int) -> Float[Tensor, "n d_model"]:
     position = torch.arange(n, dtype=torch.float64)[:, None] # float32 would round large angles
     two_i = torch.arange(0, d_model, 2, dtype=torch.float64) # 2i in the paper: 0, 2, 4, ...
     frequency = 10000 ** (-two_i / d_model)
-    table = torch.empty(n, d_model) # computed in float64, stored in float32
-    table[:, 0::2] = (position * frequency).sin()
+    table = torch.empty(n, d_model)
+    table[:, 0::2] = (position * frequency).sin() # computed in float64, stored in float32
     table[:, 1::2] = (position * frequency).cos()
     return table
 
