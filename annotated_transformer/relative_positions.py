@@ -75,15 +75,15 @@ def offsets(m: int, n: int, device: torch.device | str | None = None) -> Int[Ten
     :param m: queries, the last m of the n positions
     :param n: keys
     """
-    position = torch.arange(n, device=device)
-    return position - position[n - m:, None]
+    keys = torch.arange(n, device=device)
+    queries = keys[n - m:, None]
+    return keys - queries
 
 class AlibiAttention:
     """Attention whose logits fall with the distance, by one slope per head (Press et al., 2022).
 
     With `directional`, the first half of the heads attends to the left and the second half to the right:
-    one of two rules that the authors discuss for encoders. With `directional`, raises ValueError for odd
-    `n_heads`.
+    one of two rules that the authors discuss for encoders. Raises ValueError if `n_heads` is then odd.
 
     :param directional: True: each head attends to one side of the query, and to the query's position
     """
