@@ -56,7 +56,7 @@ def choose_command(args: Sequence[str]) -> str:
         similar = difflib.get_close_matches(first, COMMANDS, 1)
         hint = f' (did you mean {similar[0]}?)' if similar else ''
         raise ValueError(f'{first} is not a command{hint}: choose one of {", ".join(COMMANDS)}. Example: {EXAMPLE}')
-    entries = [] # nothing is parsed here: tyro only prints the list of commands, the members of a union
+    entries = [] # tyro only prints the help here: each command is an empty dataclass in a union
     for name, (_, _, text) in COMMANDS.items():
         empty_class = make_dataclass('Command', [])
         entries.append(Annotated[empty_class, tyro.conf.subcommand(name, description=text)])
@@ -99,7 +99,7 @@ def parse_values(args: Sequence[str]) -> tuple[type[Command], dict]:
     name = choose_command(args)
     command = command_class(name)
     known = command.options({})
-    typed = peek(args[1:], [option for option in DECIDING if option in known])
+    typed = peek(args[1:], [option for option in DECIDING if option in known]) # first only what changes defaults
     from_file = read_config(typed['config'], known) if 'config' in typed else {}
     options = with_file(command, typed, from_file)
     values = parse_options(options, args[1:], f'{PROGRAM} {name}', command.description(typed), command.GROUPS,

@@ -132,7 +132,7 @@ class Evaluate(Command):
     :param against: another system's translations of the same sentences, to compare
     :param tokenized_references: references that are lowercased and tokenized already, as some papers use
     :param samples: random draws for intervals and p-values; 0: leave both out
-    :param pair: source and target language (left out: the model's)
+    :param pair: source and target language (left out: the model's; for --translations: en-de)
     :param data_dir: folder with the files of multi30k or wmt14
     """
     model: Path | None = None
@@ -219,7 +219,7 @@ class Evaluate(Command):
             raise ValueError('--tsv and --src name two test sets: leave one out')
         if 0 < self.samples < 40:
             raise ValueError(f'samples={self.samples} is too small for an interval: choose at least 40, or 0 for none')
-        if self.plot and self.plot.suffix not in PICTURES:
+        if self.plot and self.plot.suffix.lower() not in PICTURES:
             raise ValueError(f'{self.plot} must end in {", ".join(PICTURES)}')
         if self.plot:
             require_matplotlib()
@@ -350,7 +350,7 @@ def check_sentences(texts: tuple[str, ...], command: str, model: Path | None) ->
 @dataclass(frozen=True)
 class Attention(Command):
     """Show the attention weights for one sentence: an interactive web page with every layer and head, or a picture of
-    the last layer.
+    the cross-attention of the last layer.
 
     :param text: the sentence, in quotes
     :param model: a model's folder (left out: the bundled toy English-German model)

@@ -28,7 +28,7 @@ def check_sha256(path: str | Path, sha256: str) -> None:
         raise ValueError(f'{path} is corrupted: its SHA-256 is {found}, expected {sha256}')
 
 def download(name: str, folder: str | Path, sha256: str, mirrors: Sequence[str], progress_bar: bool = True) -> Path:
-    """Download a file, unless it is there already. It gets its final name when its checksum is right.
+    """Download a file, unless it is there already. It gets its final name only after its checksum is verified.
 
     Raises ImportError without pooch, and OSError that says what went wrong at each mirror.
 
@@ -46,7 +46,7 @@ def download(name: str, folder: str | Path, sha256: str, mirrors: Sequence[str],
     except ImportError as error:
         raise ImportError(f'to download {name}, install pooch: '
                           'pip install "annotated_transformer[download]"') from error
-    pooch.get_logger().setLevel('WARNING') # the progress bar says enough
+    pooch.get_logger().setLevel('WARNING') # for all of pooch: the progress bar says enough
     problems = []
     for mirror in mirrors:
         for attempt in range(2):
@@ -56,8 +56,8 @@ def download(name: str, folder: str | Path, sha256: str, mirrors: Sequence[str],
                 found = pooch.retrieve(f'{mirror}/{name}', f'sha256:{sha256}', name, folder, downloader=downloader)
                 return Path(found)
             except (OSError, ValueError) as error:
-                problem = f'{mirror}: {error}' # overwritten by the second attempt
-        problems.append(problem.rstrip('.'))
+                last_error = f'{mirror}: {error}'
+        problems.append(last_error.rstrip('.'))
     raise OSError(f'could not download {name}: {"; ".join(problems)}. If you have the files, '
                   'give their folder as data_dir (--data-dir)')
 

@@ -26,7 +26,7 @@ class Average(Command):
     :param overwrite: replace the average that the new folder holds
     :param n: checkpoints to average
     :param best: average the best checkpoints, not the last
-    :param monitor: with --best: what decides (left out: val_loss)
+    :param monitor: with --best: metric to rank by (left out: val_loss)
     """
     run: tyro.conf.Positional[Path]
     out: Path | None = None
@@ -100,8 +100,7 @@ class ImportMarian(Command):
 
 @dataclass(frozen=True)
 class Export(Command):
-    """Convert a model for another program: CTranslate2, which serves it fast, Marian as transformers reads it, or
-    ONNX.
+    """Convert a model for another program: CTranslate2, which serves it fast, Marian for Hugging Face, or ONNX.
 
     CTranslate2 needs: pip install 'annotated_transformer[ctranslate2]'. It cannot represent recurrent models,
     ALiBi
@@ -137,7 +136,8 @@ class Export(Command):
         if self.attention_weights and self.to != 'onnx':
             raise ValueError(f'--attention-weights is only available with --to onnx: {self.to} cannot return them')
         if self.to == 'ctranslate2':
-            export_ctranslate2(self.model, self.out, None if self.quantization == 'float32' else self.quantization)
+            quantization = None if self.quantization == 'float32' else self.quantization # None: keep float32
+            export_ctranslate2(self.model, self.out, quantization)
         elif self.to == 'onnx':
             export_onnx(self.model, self.out, self.attention_weights)
         else:

@@ -38,10 +38,10 @@ def report(
 ) -> dict:
     """Compute all metrics that need only text. With sacremoses installed, one of them is lowercased, tokenized BLEU.
 
-    Raises ValueError if the numbers of lines differ or `samples` is from 1 to 39, ImportError if it lacks
-    sacremoses.
+    Raises ValueError if the numbers of lines differ or `samples` is from 1 to 39, and ImportError if sacremoses is
+    missing and `tokenized_references` are given; without them, that BLEU is left out.
 
-    :param lang: target language, for the lowercased tokenized BLEU
+    :param lang: target language: its rules tokenize text for the lowercased tokenized BLEU
     :param samples: random draws for the interval and the p-value; 0: neither
     :param against: another system's translations of the same sentences
     :param tokenized_references: references that are already lowercased and tokenized
@@ -230,7 +230,7 @@ def plot_groups(ax, groups: dict[str, dict], title: str = '', limit: float = 0):
     return ax
 
 def plot_report(name: str, result: dict):
-    """Draw BLEU by sentence length, and by phenomenon from the highest BLEU to the lowest. Returns the figure.
+    """Draw BLEU by sentence length, and by phenomenon from the highest BLEU, without intervals. Returns the figure.
 
     :param name: of what was scored
     :param result: a report
@@ -267,7 +267,7 @@ def save_plot(path: Path, name: str, result: dict) -> None:
     """
     data = io.BytesIO()
     figure = plot_report(name, result)
-    figure.savefig(data, format=path.suffix[1:], facecolor='white')
+    figure.savefig(data, format=path.suffix[1:].lower(), facecolor='white')
     atomic_write(path, data.getvalue())
 
 class Entry(NamedTuple):
@@ -277,7 +277,7 @@ class Entry(NamedTuple):
 
 @lru_cache(maxsize=1)
 def german_lexicon() -> dict[str, Entry]:
-    """Return all inflected German forms of the toy grammar, with lemma and part of speech. The last entry counts.
+    """Return all inflected German forms of the toy grammar. If a form has several entries, the last one is kept.
 
     :return: by form
     """
@@ -375,7 +375,7 @@ def form_error(ours: list[str], i: int, theirs: list[str], j: int) -> str:
 
     :param i: words of the translation, index of a form
     :param j: words of the reference, index of another form with the same lemma
-    :return: one of `ERROR_TYPES`; '' if the form agrees with another wrong word
+    :return: one of `ERROR_TYPES`; '' if case and number are right, so that another word is wrong
     """
     part = look_up(ours[i]).part
     if part == 'verb':

@@ -114,8 +114,8 @@ class Translate(Command):
     :param overwrite: replace an output file that exists
     :param prefix: text that every translation begins with
     :param split_sentences: translate each sentence of a line by itself: for paragraphs
-    :param on_error: lines that are not UTF-8: leave them empty and warn, or stop
-    :param batch_tokens: padded source tokens times beam size to translate at once; fewer need less memory
+    :param on_error: lines that are not UTF-8, rows without --column: leave empty, or stop
+    :param batch_tokens: largest batch: padded source tokens times beam size; fewer need less memory
     :param buffer_size: lines to read and sort by length before they are translated
     """
     text: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -213,7 +213,7 @@ class Translate(Command):
             with open(self.output, 'w', encoding='utf-8') as file:
                 yield DirectOutput(file)
             return
-        settings = None
+        settings = None # a pipe cannot be read again, so its translation cannot be continued
         if self.input and self.input.is_file():
             settings = {'input': checksum(self.input), 'model': checksum((self.model or SHIPPED) / 'model.safetensors'),
                         'search': asdict(self.decoding), 'engine': asdict(self.engine), 'prefix': self.prefix,
@@ -228,7 +228,7 @@ class Translate(Command):
                 yield file
 
     def lines(self, translator: Translator) -> tuple[Any, int | None]:
-        """Return the sentences to translate: arguments, a file, or lines as they arrive.
+        """Return the sentences to translate, from the arguments, a file, or standard input.
 
         :return: lines, and how many if that is known
         """
