@@ -234,8 +234,8 @@ def test_serving_answers_every_good_request_and_survives_the_bad_ones():
     assert found['statuses'] == {'200': 126} and found['good'] == found['own_translation'] == 126
     assert found['tracebacks'] == 0
     assert found['bad'] == {
-        'no JSON': {'400': 2}, 'a number for q': {'400': 2}, 'an unknown language': {'400': 2},
-        '300,000 bytes': {'413': 2}, 'no HTTP': {'400': 2}, 'cut off': {'closed': 2}, 'the client leaves': {'closed': 2}}
+        'invalid JSON': {'400': 2}, 'a number for q': {'400': 2}, 'an unknown language': {'400': 2},
+        '300,000 bytes': {'413': 2}, 'not HTTP': {'400': 2}, 'cut off': {'closed': 2}, 'the client leaves': {'closed': 2}}
 
 
 def test_rules_find_each_kind_of_error():
