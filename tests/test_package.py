@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_OURS = shutil.ignore_patterns('.git', '.venv', 'runs', 'build', 'dist', '*.egg-info', '__pycache__', '_proc')
@@ -41,23 +42,45 @@ def elsewhere(tmp_path_factory):
     shutil.rmtree(folder)
 
 
+def with_requirements(name):
+    "Names of a package and of all that it needs, as installed here."
+    names = [name]
+    for found in names:
+        needed = [Requirement(line) for line in metadata.requires(found) or []]
+        wanted = [r.name for r in needed if r.marker is None or r.marker.evaluate({'extra': ''})]
+        names += [n for n in wanted if n not in names]
+    return names
+
+
+def link(source, target):
+    "Link a file, or copy it to another drive; pip replaces files, and never writes into them."
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 @pytest.fixture(scope='module')
 def installed(wheel, elsewhere):
     "The interpreter of a fresh environment with torch, then the wheel; and its torch before and after the wheel."
     call(sys.executable, '-m', 'venv', '--without-pip', elsewhere/'venv')
     python = elsewhere/'venv'/('Scripts' if os.name == 'nt' else 'bin')/'python'
-    def pip(*args): return call(sys.executable, '-m', 'pip', '--python', python, 'install', '-q', *args, cwd=elsewhere)
     def torch_there(): return json.loads(call(python, '-c', (
         'import json, os, importlib.metadata as m; d = m.distribution("torch");'
         'files = [str(d.locate_file(f)) for f in d.files if f.suffix in (".py", ".so")];'
         'print(json.dumps([d.version, '
         '{f: os.stat(f).st_mtime_ns for f in files if os.path.exists(f)}]))'), cwd=elsewhere))
-    pip('-c', ROOT/'constraints.txt', f'torch=={metadata.version("torch").split("+")[0]}')
+    packages = Path(call(python, '-c', 'import sysconfig; print(sysconfig.get_path("purelib"))').strip())
+    for name in with_requirements('torch'):
+        for file in metadata.files(name):
+            if '..' not in file.parts and file.locate().is_file():
+                link(file.locate(), packages/file)
     before = torch_there()
     # Only torch is left without a pin: pip is free to take a newer one, and must not.
     pins = elsewhere/'without_torch.txt'
     pins.write_text(''.join(line for line in open(ROOT/'constraints.txt') if not line.startswith('torch==')))
-    pip('-c', pins, wheel)
+    call(sys.executable, '-m', 'pip', '--python', python, 'install', '-q', '--no-compile', '-c', pins, wheel, cwd=elsewhere)
     return python, before, torch_there()
 
 
