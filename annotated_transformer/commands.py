@@ -3,9 +3,9 @@
 """The commands `evaluate` and `attention`: score a model, draw its attention, and use the helpers that commands
 share."""
 
-__all__ = ['SEARCH', 'CORPUS_NAMES', 'NAMES', 'TEXTS', 'NO_SPACES', 'own_decoding', 'EngineOptions', 'load', 'check_own_data',
-           'own_corpus', 'Scored', 'Evaluate', 'check_lines', 'search_settings', 'is_folder', 'check_sentences',
-           'Attention']
+__all__ = ['SEARCH', 'CORPUS_NAMES', 'NAMES', 'TEXTS', 'NO_SPACES', 'own_decoding', 'SearchCommand', 'EngineOptions', 'load',
+           'check_own_data', 'own_corpus', 'Scored', 'Evaluate', 'check_lines', 'search_settings', 'is_folder',
+           'check_sentences', 'Attention']
 
 import json
 import os
@@ -57,6 +57,25 @@ def own_decoding(model: str | Path | None) -> dict[str, Any]:
     path = Path(model or SHIPPED) / 'training.json'
     settings = asdict(decoding_config(read_json(path, {}), path))
     return {NAMES.get(name, name): value for name, value in settings.items()}
+
+class SearchCommand(Command):
+    "The base class of commands with the settings of a search, but without the number of translations."
+    NAMES = NAMES
+    TEXTS = TEXTS
+
+    @classmethod
+    def defaults(cls, deciding: Mapping[str, Any]) -> dict[str, Any]:
+        return own_decoding(deciding.get('model'))
+
+    @classmethod
+    def options(cls, deciding: Mapping[str, Any]) -> dict[str, Option]:
+        found = super().options(deciding)
+        del found['n_best']
+        return found
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> 'SearchCommand':
+        return super().from_values(values | {'n_best': 1})
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -111,7 +130,7 @@ class Scored:
     groups: dict[str, Scores] = field(default_factory=dict)
 
 @dataclass(frozen=True)
-class Evaluate(Command):
+class Evaluate(SearchCommand):
     """Score a model with BLEU and chrF, on your own sentence pairs or on a part of a corpus.
 
     Or score translations by any system: --translations and --references.
@@ -157,8 +176,6 @@ class Evaluate(Command):
     engine: EngineOptions = field(default_factory=EngineOptions)
     common: Common = field(default_factory=Common)
 
-    NAMES = NAMES
-    TEXTS = TEXTS
     EXAMPLE = 'annotated-transformer evaluate --model runs/mine --tsv test.tsv'
     GROUPS = {
         '': ('', ('model', 'tsv', 'skip_header', 'src', 'tgt', 'corpus', 'split', 'beam_size', 'output', 'overwrite',
@@ -170,22 +187,8 @@ class Evaluate(Command):
     REST = 'search'
 
     @classmethod
-    def defaults(cls, deciding: Mapping[str, Any]) -> dict[str, Any]:
-        return own_decoding(deciding.get('model'))
-
-    @classmethod
-    def options(cls, deciding: Mapping[str, Any]) -> dict[str, Option]:
-        found = super().options(deciding)
-        del found['n_best'] # one translation of each sentence is scored
-        return found
-
-    @classmethod
     def replaced(cls, typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> dict[str, str]:
         return replaced_data(typed, from_file)
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> 'Evaluate':
-        return super().from_values(values | {'n_best': 1})
 
     def __call__(self) -> None:
         self.check()

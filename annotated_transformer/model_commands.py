@@ -4,7 +4,7 @@
 
 __all__ = ['Average', 'ImportMarian', 'Export', 'Serve']
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -12,9 +12,10 @@ import tyro
 
 from .checkpoints import Progress, average_checkpoints, best_steps, list_checkpoints, read_log
 from .command_options import Command, Common
-from .commands import EngineOptions, load
+from .commands import SEARCH, EngineOptions, SearchCommand, load
 from .files import read_json
 from .hub import write_model_card
+from .inference import DecodingConfig
 from .server import ServerConfig, serve
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class Export(Command):
         print(f'{self.out} is written')
 
 @dataclass(frozen=True)
-class Serve(Command):
+class Serve(SearchCommand):
     """Serve a model over HTTP, with the interface of LibreTranslate, until Ctrl-C.
 
     Open the address that it prints in a browser to try it. Needs: pip install 'annotated_transformer[serve]'
@@ -154,10 +155,11 @@ class Serve(Command):
     """
     model: Path | None = None
     server: ServerConfig = field(default_factory=ServerConfig)
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
     engine: EngineOptions = field(default_factory=EngineOptions)
     common: Common = field(default_factory=Common)
 
-    TEXTS = {
+    TEXTS = SearchCommand.TEXTS | {
         'max_waiting': 'sentences that may wait; a request beyond that is refused with status 429',
         'max_sentences': 'sentences in one request; a request with more is refused with status 413',
         'max_bytes': 'bytes in one request; a request with more is refused with status 413',
@@ -168,6 +170,7 @@ class Serve(Command):
     GROUPS = {
         '': ('', ('model', 'host', 'port', 'api_key', 'log_requests', 'engine', 'compute_type', 'device', 'threads',
                  'config', 'save_config')),
+        'search': (SEARCH[0], ('beam_size', *SEARCH[1])),
         'limit': ('', ('max_batch', 'max_wait', 'max_waiting', 'max_sentences', 'max_bytes', 'timeout',
                       'max_attention')),
     }
@@ -175,6 +178,8 @@ class Serve(Command):
 
     def __call__(self) -> None:
         translator = load(self.model, self.common, self.engine)
+        translator.training = translator.training | {'decoding': asdict(self.decoding)}
+        translator.translate_n_best([], 1) # raises ValueError for settings that this model cannot search with
         source, target = translator.tokenizer.langs
         serve(translator, self.server, lambda address: print(
             f'Translating {source} to {target} at {address}. Press Ctrl-C to stop.', flush=True))

@@ -152,7 +152,8 @@ def create_app(translator: Translator, config: ServerConfig = ServerConfig()):
 
     def page(name):
         text = (Path(str(files('annotated_transformer'))) / 'data' / name).read_text(encoding='utf-8')
-        return text.replace('SOURCE', langs[0]).replace('TARGET', langs[1])
+        n_others = min(3, translator.decoding.beam_size - 1) # alternatives that the page asks for
+        return text.replace('SOURCE', langs[0]).replace('TARGET', langs[1]).replace('N_OTHERS', str(n_others))
 
     @contextlib.asynccontextmanager
     async def lifespan(app) -> AsyncIterator[None]:

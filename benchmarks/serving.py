@@ -6,7 +6,8 @@
 writes results/serving.json, which the page about serving shows. DIR holds Multi30k: its sentences go through a model of
 the recipe's size with random weights, whose translations end at the length of their sources. With --model, a trained
 model takes its place, and --texts names a file with sentences for it. Each part is written as soon as it is measured;
---part measures one of them again.
+--part measures one of them again. The default search goes on until no active hypothesis can win. With --patience 1, the
+recipe's size is measured a second time, with a search that stops as soon as --beam-size hypotheses have finished.
 
 Server and clients share this machine. Other programs disturb rates and latencies, so the record has the load of the
 machine, and the ratio of processor times as well, which they hardly disturb.
@@ -56,8 +57,8 @@ BAD_REQUESTS = { # kind: body, bytes that the header promises, whether the clien
 
 class Server:
     "`annotated-transformer serve` in a process of its own."
-    def __init__(self, model, log):
-        command = [sys.executable, '-m', 'annotated_transformer', 'serve', '--port', '0', '--model', str(model)]
+    def __init__(self, model, log, options=()):
+        command = [sys.executable, '-m', 'annotated_transformer', 'serve', '--port', '0', '--model', str(model), *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         self.port = int(re.search(r':(\d+)\.', self.process.stdout.readline())[1])
         self.ps = psutil.Process(self.process.pid)
@@ -72,10 +73,10 @@ class Server:
 
 
 @contextmanager
-def running(model):
+def running(model, options=()):
     "A server, and the path of its log."
     with tempfile.NamedTemporaryFile('w', suffix='.log') as log:
-        server = Server(model, log)
+        server = Server(model, log, options)
         try:
             yield server, Path(log.name)
         finally:
@@ -157,10 +158,12 @@ async def send_all(port: int, jobs: list, on_done) -> list:
     return results
 
 
-def offline(translator: Translator, sentences: list[str]) -> tuple[list[str], float, float]:
+def offline(
+    translator: Translator, sentences: list[str], patience: float | None = None,
+) -> tuple[list[str], float, float]:
     "The translations of one call, and its seconds and processor seconds for each sentence."
     start, cpu = time.perf_counter(), time.process_time()
-    translations = translator.translate(sentences)
+    translations = translator.translate(sentences, patience=patience)
     return translations, (time.perf_counter() - start) / len(sentences), (time.process_time() - cpu) / len(sentences)
 
 
@@ -169,17 +172,18 @@ def spread(values: list[float], digits: int) -> list[float]:
     return [round(f(values), digits) for f in (min, median, max)]
 
 
-def throughput(model, sentences: list[str], rounds: int) -> dict:
-    "Compare 32 clients of single sentences with one offline call, in alternation."
+def throughput(model, sentences: list[str], rounds: int, patience: float | None = None) -> dict:
+    "Compare 32 clients of single sentences with one offline call, in alternation. Both search with this patience."
+    options = [] if patience is None else ['--beam-patience', str(patience)]
     translator = Translator.load(model, 'cpu', engine='auto')
     before = os.getloadavg()
-    offline(translator, sentences[:64])
+    offline(translator, sentences[:64], patience)
     found = {'offline': [], 'served': [], 'ratio': [], 'processor_ratio': [], 'median_ms': [], 'p95_ms': []}
     n_same = 0
-    with running(model) as (server, _):
+    with running(model, options) as (server, _):
         asyncio.run(send_all(server.port, [(sentence, None) for sentence in sentences[:64]], lambda n: None))
         for _ in range(rounds):
-            expected, seconds, cpu = offline(translator, sentences)
+            expected, seconds, cpu = offline(translator, sentences, patience)
             start, server_start = time.perf_counter(), server.seconds()
             results = asyncio.run(send_all(server.port, [(text, None) for text in sentences], lambda n: None))
             served = (time.perf_counter() - start) / len(sentences)
@@ -193,6 +197,7 @@ def throughput(model, sentences: list[str], rounds: int) -> dict:
     return {'engine': translator.engine.name, 'sentences': len(sentences), 'rounds': rounds, 'same': n_same,
             'mean_words': round(sum(len(text.split()) for text in sentences) / len(sentences), 1),
             'load': [round(before[0], 1), round(os.getloadavg()[0], 1)],
+            **({} if patience is None else {'patience': patience}),
             **{name: spread(values, 3 if 'ratio' in name else 1) for name, values in found.items()}}
 
 
@@ -238,7 +243,9 @@ def recipe_model(data_dir: str, folder: Path) -> tuple[Path, list[str]]:
 
 def main():
     parser = argparse.ArgumentParser(description='Measure the server.')
-    parser.add_argument('--part', choices=['shipped', 'recipe', 'soak'], action='append', help='default: all')
+    parser.add_argument('--part', choices=['shipped', 'recipe', 'recipe_patience', 'soak'], action='append',
+                        help='default: all; recipe_patience needs --patience')
+    parser.add_argument('--patience', type=float, help='measure the part recipe a second time, with this patience')
     parser.add_argument('--data-dir', help='folder of Multi30k, for the part recipe')
     parser.add_argument('--model', help="a trained model's folder, for the part recipe; default: random weights")
     parser.add_argument('--texts', help='a gzipped file of sentences for --model; default: those of --data-dir')
@@ -247,9 +254,14 @@ def main():
     parser.add_argument('--requests', type=int, default=10_000)
     parser.add_argument('--out', type=Path, default=PATH)
     args = parser.parse_args()
+    parts = args.part or ['shipped', 'recipe', 'soak']
+    if args.patience is None and 'recipe_patience' in parts:
+        parser.error('the part recipe_patience needs a patience: add --patience 1')
+    if args.patience is not None and 'recipe_patience' not in parts:
+        parts.append('recipe_patience')
     toy = list(dict.fromkeys(pair.src for split in ('test', 'val', 'test_long') for pair in toy_ende(split)))
     record = json.loads(args.out.read_text('utf-8')) if args.out.exists() else {}
-    for part in args.part or ['shipped', 'recipe', 'soak']:
+    for part in parts:
         with tempfile.TemporaryDirectory() as folder:
             if part == 'shipped':
                 found = throughput(SHIPPED, toy[:args.sentences], args.rounds)
@@ -260,7 +272,8 @@ def main():
                     model, sentences = args.model, gzip.open(args.texts, 'rt', encoding='utf-8').read().splitlines()
                 else:
                     model, sentences = recipe_model(args.data_dir, Path(folder) / 'model')
-                found = throughput(args.model or model, sentences[:args.sentences], args.rounds)
+                patience = args.patience if part == 'recipe_patience' else None
+                found = throughput(args.model or model, sentences[:args.sentences], args.rounds, patience)
                 found['weights'] = 'trained' if args.model else 'random'
         command = about()['command']
         for path, name in [(args.data_dir, 'DIR'), (args.model, 'MODEL'), (args.texts, 'TEXTS')]:

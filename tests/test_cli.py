@@ -24,7 +24,7 @@ from annotated_transformer import cli, model_commands, train_command
 from annotated_transformer.checkpoints import list_checkpoints
 from annotated_transformer.cli import COMMANDS, main, parse
 from annotated_transformer.command_options import named_as_typed, plain_error
-from annotated_transformer.commands import check_sentences
+from annotated_transformer.commands import SEARCH, check_sentences
 from annotated_transformer.corpora import CORPORA, load_corpus
 from annotated_transformer.inference import DecodingConfig
 from annotated_transformer.line_translation import PartialOutput, live_lines
@@ -38,6 +38,7 @@ from annotated_transformer.server import ServerConfig
 from annotated_transformer.text_streams import FLUSH
 from annotated_transformer.trainer import Trainer
 from annotated_transformer.transformer import POSITIONS
+from annotated_transformer.translate_command import Translate
 from annotated_transformer.translator import SHIPPED, Translator
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -1203,6 +1204,59 @@ def test_options_of_serve_reach_the_server(monkeypatch, run):
     translator, config = served[0]
     assert config == ServerConfig('0.0.0.0', 0, 'secret', 8, 0.5, 9, 7, 500, 2.5)
     assert translator.device.type == 'cpu'
+
+
+@pytest.fixture
+def served(monkeypatch):
+    "The translators that `serve` would serve."
+    translators = []
+    monkeypatch.setattr(model_commands, 'serve', lambda translator, config, on_start: translators.append(translator))
+    return translators
+
+
+def test_serve_searches_as_translate_does(run, served):
+    options = '--beam-size 2 --length-penalty 1.5 --beam-patience 0.5 --device cpu'.split()
+    text = 'The father does not read a school book when he is hungry.'
+    run('serve', *options)
+    assert served[0].decoding == DecodingConfig(2, 1.5, patience=0.5)
+    translation = served[0].translate(text)
+    assert translation + '\n' == run('translate', *options, text).out
+    assert translation != Translator.load(device='cpu').translate(text)
+
+
+def test_serve_searches_with_the_settings_of_the_model_unless_told_otherwise(tmp_path, run, served, capsys):
+    model = shutil.copytree(SHIPPED, tmp_path / 'model')
+    own = {'beam_size': 7, 'length_penalty': 2.0, 'n_best': 3, 'patience': 2.0}
+    (model / 'training.json').write_text(json.dumps({'decoding': own}))
+    before = hashes(model)
+    run('serve', '--model', model, '--device', 'cpu', '--engine', 'pytorch')
+    run('serve', '--model', model, '--device', 'cpu', '--engine', 'pytorch', '--beam-size', 2)
+    expected = DecodingConfig(7, 2.0, patience=2.0)
+    assert [translator.decoding for translator in served] == [expected, replace(expected, beam_size=2)]
+    assert hashes(model) == before
+    (tmp_path / 'c.json').write_text('{"beam_size": 3, "beam_patience": 1}')
+    assert parse(['serve', '--config', str(tmp_path / 'c.json'), '--model', str(model)]).decoding == DecodingConfig(
+        3, 2.0, patience=1)
+    text = helped(capsys, 'serve', '--model', str(model))
+    group = text[text.index('search options'):text.index('limit options')]
+    for option, default in (('--beam-size', 7), ('--length-penalty', 2.0), ('--beam-patience', 2.0)):
+        assert re.search(rf'{option} (INT|NUMBER) [^-]*(--beam-size)?[^-]*\(default: {default}\)', group), group
+
+
+def test_search_options_of_serve_are_those_of_translate():
+    ours, theirs = model_commands.Serve.options({}), Translate.options({})
+    assert 'n_best' not in ours
+    for name in ('beam_size', *SEARCH[1]):
+        assert ours[name] == theirs[name]
+
+
+@pytest.mark.parametrize('options', [
+    '--beam-size 0', '--beam-size 1001', '--beam-size x', '--length-penalty -1', '--length-penalty 400',
+    '--beam-patience 0', '--beam-patience x', '--min-length 600', '--beam 2', '--patience 1'])
+def test_serve_refuses_search_settings_as_translate_does(fails, served, options):
+    expected = fails('translate', *options.split(), 'hello')
+    assert fails('serve', *options.split()).split(' Example: ')[0] == expected.split(' Example: ')[0]
+    assert served == []
 
 
 def test_serve_refuses_limits_and_ports_in_one_line(fails):

@@ -1,4 +1,5 @@
 "What the scripts in benchmarks/ write into records, and what they refuse to overwrite."
+import gzip
 import json
 import shlex
 import shutil
@@ -236,6 +237,66 @@ def test_serving_answers_every_good_request_and_survives_the_bad_ones():
     assert found['bad'] == {
         'invalid JSON': {'400': 2}, 'a number for q': {'400': 2}, 'an unknown language': {'400': 2},
         '300,000 bytes': {'413': 2}, 'not HTTP': {'400': 2}, 'cut off': {'closed': 2}, 'the client leaves': {'closed': 2}}
+
+
+def test_serving_with_a_patience_uses_it_in_the_server_and_offline():
+    "The two agree on every sentence, and on others than with the model's own settings."
+    sentences = [pair.src for pair in toy_ende('test', n=64)]
+    found = serving.throughput(SHIPPED, sentences, 1, patience=0.25)
+    assert (found['same'], found['patience']) == (64, 0.25)
+    translator = Translator.load(device='cpu')
+    own, patient = [serving.offline(translator, sentences, patience)[0] for patience in (None, 0.25)]
+    assert own == translator.translate(sentences) and patient == translator.translate(sentences, patience=0.25)
+    assert sum(a != b for a, b in zip(own, patient)) > 16
+
+
+def measure_serving(tmp_path, monkeypatch, *flags):
+    "Run benchmarks/serving.py without measuring. Return its record: of each part, sentences, rounds and patience."
+    monkeypatch.setattr(serving, 'throughput', lambda model, sentences, *settings: {'settings': settings})
+    monkeypatch.setattr(serving, 'soak', lambda *settings: {'settings': settings})
+    with gzip.open(tmp_path / 'texts.gz', 'wt') as file:
+        file.write('A dog.\n')
+    monkeypatch.setattr(sys, 'argv', ['serving.py', '--model', str(SHIPPED), '--texts', str(tmp_path / 'texts.gz'),
+                                      '--rounds', '2', '--out', str(tmp_path / 'serving.json'), *flags])
+    serving.main()
+    record = json.loads((tmp_path / 'serving.json').read_text())
+    return {name: part['settings'] for name, part in record.items() if 'settings' in part}
+
+
+def test_serving_measures_the_recipe_with_a_patience_as_a_part_of_its_own(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        measure_serving(tmp_path, monkeypatch, '--part', 'recipe_patience')
+    assert 'add --patience 1' in capsys.readouterr().err
+    found = measure_serving(tmp_path, monkeypatch, '--part', 'recipe_patience', '--patience', '1')
+    assert found == {'recipe_patience': [2, 1.0]}
+    found = measure_serving(tmp_path, monkeypatch, '--part', 'recipe', '--patience', '0.5')
+    assert found == {'recipe_patience': [2, 0.5], 'recipe': [2, None]}
+    assert set(measure_serving(tmp_path, monkeypatch)) == {'recipe_patience', 'recipe', 'shipped', 'soak'}
+
+
+@pytest.mark.parametrize('has_patience', [False, True])
+def test_page_about_serving_shows_the_search_with_a_patience_if_the_record_has_it(tmp_path, monkeypatch, has_patience):
+    root = Path(__file__).parents[1]
+    record = json.loads((root / 'benchmarks/results/serving.json').read_text())
+    offline, served = record['recipe']['offline'], record['recipe']['served']
+    record.pop('recipe_patience', None)
+    if has_patience:
+        record['recipe_patience'] = record['recipe'] | {
+            'patience': 1.0, 'offline': [3.14 * rate for rate in offline], 'served': [2.72 * rate for rate in served]}
+    for folder in ('nbs', 'benchmarks/results'):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / 'benchmarks/results/serving.json').write_text(json.dumps(record))
+    monkeypatch.chdir(tmp_path / 'nbs')
+    cells = json.loads((root / 'nbs/32_serving.ipynb').read_text('utf-8'))['cells']
+    source = next(text for text in (''.join(cell['source']) for cell in cells) if 'results/serving.json' in text)
+    shown = []
+    exec(source, {'json': json, 'Markdown': shown.append})
+    lines = shown[0].splitlines()
+    n_columns = 4 if has_patience else 3
+    assert all(line.count('|') == n_columns + 1 for line in lines if line.startswith('|'))
+    assert ('`--beam-patience 1`' in lines[0]) == has_patience
+    assert (f'| {3.14 * offline[1]:,.0f} (' in lines[2]) == has_patience
+    assert ('3.1 times as long as one with `--beam-patience 1` offline, and 2.7 times' in lines[-1]) == has_patience
 
 
 def test_rules_find_each_kind_of_error():

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -413,8 +414,8 @@ def test_a_slow_body_gets_a_reason(hasty):
         assert client.recv(10_000).startswith(b'HTTP/1.1 408')
 
 
-@pytest.fixture(scope='module')
-def address(translator):
+@contextmanager
+def running(translator):
     "The address of a running server."
     uvicorn = pytest.importorskip('uvicorn')
     http_server = uvicorn.Server(uvicorn.Config(create_app(translator), port=0, log_level='error'))
@@ -426,6 +427,12 @@ def address(translator):
     yield f'http://127.0.0.1:{http_server.servers[0].sockets[0].getsockname()[1]}'
     http_server.should_exit = True
     thread.join(10)
+
+
+@pytest.fixture(scope='module')
+def address(translator):
+    with running(translator) as address:
+        yield address
 
 
 def test_the_list_of_endpoints_is_complete_and_needs_no_other_server(chromium, address):
@@ -470,6 +477,30 @@ def test_page_translates_shows_alternatives_and_alignment(page, translator):
         '#source span', "spans => spans.map(span => +(getComputedStyle(span).backgroundColor.match(/[\\d.]+/g)[3] ?? 1))")
     sources = [token.strip() for token in page.locator('#source span').all_text_contents()]
     assert sources[alphas.index(max(alphas))] == 'small'
+
+
+def small_beam(translator, beam_size):
+    return Translator(translator.model, translator.tokenizer, {'decoding': {'beam_size': beam_size}})
+
+
+def test_page_asks_for_no_more_alternatives_than_the_beam_has(translator):
+    for beam_size, n_others in ((1, 0), (2, 1), (4, 3), (9, 3)):
+        with testclient.TestClient(create_app(small_beam(translator, beam_size))) as client:
+            assert re.search(r'alternatives: (.*?)}', client.get('/').text)[1] == str(n_others)
+            answer = client.post('/translate', json={'q': 'The dog sleeps.', 'alternatives': n_others})
+            assert answer.status_code == 200 and answer.json()['translatedText'] == 'Der Hund schläft.'
+
+
+def test_page_of_a_greedy_search_shows_its_translation(chromium, translator):
+    with running(small_beam(translator, 1)) as address:
+        page = chromium.new_page()
+        page.goto(address)
+        page.fill('textarea', 'The dog sleeps.')
+        page.click('button')
+        page.wait_for_selector('#target span, output.error')
+        assert page.inner_text('output') == 'Der Hund schläft.'
+        assert page.locator('ol li').count() == 0
+        page.close()
 
 
 def test_page_shows_errors_and_recovers(page):
