@@ -1236,7 +1236,7 @@ def test_serve_searches_with_the_settings_of_the_model_unless_told_otherwise(tmp
     assert hashes(model) == before
     (tmp_path / 'c.json').write_text('{"beam_size": 3, "beam_patience": 1}')
     assert parse(['serve', '--config', str(tmp_path / 'c.json'), '--model', str(model)]).decoding == DecodingConfig(
-        3, 2.0, patience=1)
+        3, 2.0, patience=1.0)
     text = helped(capsys, 'serve', '--model', str(model))
     group = text[text.index('search options'):text.index('limit options')]
     for option, default in (('--beam-size', 7), ('--length-penalty', 2.0), ('--beam-patience', 2.0)):
