@@ -260,7 +260,7 @@ def measure_serving(tmp_path, monkeypatch, *flags):
                                       '--rounds', '2', '--out', str(tmp_path / 'serving.json'), *flags])
     serving.main()
     record = json.loads((tmp_path / 'serving.json').read_text())
-    return {name: part['settings'] for name, part in record.items() if 'settings' in part}
+    return {name: part['settings'] for name, part in record.items() if isinstance(part, dict) and 'settings' in part}
 
 
 def test_serving_measures_the_recipe_with_a_patience_as_a_part_of_its_own(tmp_path, monkeypatch, capsys):
