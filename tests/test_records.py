@@ -253,7 +253,7 @@ def test_serving_with_a_patience_uses_it_in_the_server_and_offline():
 def measure_serving(tmp_path, monkeypatch, *flags):
     "Run benchmarks/serving.py without measuring. Return its record: of each part, sentences, rounds and patience."
     monkeypatch.setattr(serving, 'throughput', lambda model, sentences, *settings: {'settings': settings})
-    monkeypatch.setattr(serving, 'soak', lambda *settings: {'settings': settings})
+    monkeypatch.setattr(serving, 'soak', lambda *_: {'settings': []})
     with gzip.open(tmp_path / 'texts.gz', 'wt') as file:
         file.write('A dog.\n')
     monkeypatch.setattr(sys, 'argv', ['serving.py', '--model', str(SHIPPED), '--texts', str(tmp_path / 'texts.gz'),
