@@ -3,21 +3,26 @@
 """Checks of training: check loss, schedule, optimizer, gradient accumulation, averaged checkpoints and decoding."""
 
 __all__ = ['LOSS_CHECKS', 'SCHEDULE_CHECKS', 'OPTIMIZER_CHECKS', 'ACCUMULATION_CHECKS', 'AVERAGING_CHECKS', 'DECODER_CHECKS',
-           'LossProbe', 'loss_runs', 'loss_value', 'loss_padding', 'loss_certain', 'loss_memory', 'check_loss',
-           'ScheduleProbe', 'schedule_runs', 'schedule_peak', 'schedule_warmup', 'schedule_decay', 'schedule_height',
-           'check_schedule', 'optimizer_complete', 'check_optimizer', 'accumulation_equal', 'check_accumulation',
-           'averaging_mean', 'averaging_unchanged', 'check_averaging', 'DecoderProbe', 'decoder_runs', 'decoder_end',
-           'decoder_greedy', 'decoder_log_prob', 'decoder_alone', 'decoder_order', 'check_decoder']
+           'largest', 'LossProbe', 'loss_runs', 'loss_value', 'loss_padding', 'loss_certain', 'loss_memory',
+           'check_loss', 'ScheduleProbe', 'schedule_runs', 'schedule_peak', 'schedule_warmup', 'schedule_decay',
+           'schedule_height', 'check_schedule', 'optimizer_complete', 'check_optimizer', 'accumulation_equal',
+           'check_accumulation', 'averaging_mean', 'averaging_unchanged', 'check_averaging', 'DecoderProbe',
+           'decoder_runs', 'decoder_end', 'decoder_greedy', 'decoder_complete', 'decoder_log_prob', 'decoder_alone',
+           'decoder_order', 'check_decoder']
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
 from .probes import Checks, NotApplicable, Report, relative_error
+
+def largest(errors: Iterable[float]) -> float:
+    "Return the largest error; infinite if one is not a number."
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 class LossProbe:
     "A loss with label smoothing. It is given log-probabilities, which are logits, too."
@@ -51,14 +56,15 @@ class LossProbe:
         log_probs, targets = log_probs[counted].double(), targets[counted]
         n, v = log_probs.shape
         s = self.label_smoothing
-        others = {'over the vocabulary': (s / v, 1 - s + s / v, s / v), # wrong token, target, padding
-                  'over the wrong tokens': (s / (v - 1), 1 - s, s / (v - 1)),
-                  'over the wrong tokens but padding': (s / (v - 2), 1 - s, 0.0)}
+        spreads = {'over the vocabulary': (s / v, 1 - s + s / v), # probability of a wrong token, and of the target
+                   'over the wrong tokens': (s / (v - 1), 1 - s)}
+        if self.pad is not None and 0 <= self.pad < v:
+            spreads['over the wrong tokens but padding'] = (s / (v - 2), 1 - s)
         losses = {}
-        for spread, (wrong, right, padding) in others.items():
+        for spread, (wrong, right) in spreads.items():
             q = torch.full((n, v), wrong, dtype=torch.float64)
-            if self.pad is not None and 0 <= self.pad < v:
-                q[:, self.pad] = padding
+            if spread == 'over the wrong tokens but padding':
+                q[:, self.pad] = 0
             q = q.scatter(1, targets[:, None], right)
             cross_entropy = -(q * log_probs).sum()
             divergence = cross_entropy + torch.special.xlogy(q, q).sum()
@@ -74,7 +80,7 @@ class LossProbe:
             loss = self.total(log_probs, targets).item()
             for name, expected in self.expected(log_probs, targets).items():
                 error = abs(loss - expected) / max(abs(expected), 1e-3) # do not divide by 0
-                errors[name] = max(errors.get(name, 0.0), error)
+                errors[name] = largest([errors.get(name, 0.0), error])
         if self.convention is not None:
             errors = {self.convention: errors[self.convention]}
         best = min(errors, key=errors.get)
@@ -96,7 +102,7 @@ def loss_value(p: LossProbe):
     return passed, f'takes {"logits" if p.takes_logits(*p.draw(7)) else "log-probabilities"}; {observed}'
 
 @LOSS_CHECKS.add('padding', 'padding adds nothing to the loss, nor to the number that a mean divides by',
-                 'no ignore_index; a mean over all targets; label smoothing that adds the padding back')
+                 'no ignore_index; a mean over all targets; a smoothing term that is summed over padding, too')
 def loss_padding(p: LossProbe):
     if p.pad is None:
         raise NotApplicable('pass pad=, the target that does not count')
@@ -125,9 +131,9 @@ def loss_memory(p: LossProbe):
     log_probs.requires_grad_()
     stored = {}
 
-    def note(x):
+    def note(x): # called with each tensor that is stored for the gradient
         if x.numel() >= log_probs.numel():
-            stored[x.untyped_storage().data_ptr()] = x
+            stored[x.untyped_storage().data_ptr()] = x # by address: views share a storage
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
@@ -161,7 +167,7 @@ class ScheduleProbe:
 SCHEDULE_CHECKS = Checks()
 
 @SCHEDULE_CHECKS.add('runs', 'every learning rate is positive (the first may be 0)',
-                     'the step from which the schedule counts; its last steps')
+                     'steps counted from 0 (the paper counts from 1); a schedule that falls to 0 or below')
 def schedule_runs(p: ScheduleProbe):
     steps = range(1, 4 * p.warmup_steps + 1)
     p.lr = [float(p.schedule(step)) for step in steps] if callable(p.schedule) else [float(x) for x in p.schedule]
@@ -171,7 +177,7 @@ def schedule_runs(p: ScheduleProbe):
     return positive, f'{len(p.lr)} steps, from {min(p.lr):.2g} to {max(p.lr):.2g}'
 
 @SCHEDULE_CHECKS.add('peak', 'the learning rate peaks at the end of the warm-up',
-                     'a scheduler that steps once per small batch, or once per epoch')
+                     'a scheduler that steps once per micro-batch, or once per epoch')
 def schedule_peak(p: ScheduleProbe):
     peak = p.lr.index(max(p.lr)) + 1
     return abs(peak - p.warmup_steps) <= 1, f'peak at step {peak}, warm-up of {p.warmup_steps} steps'
@@ -180,7 +186,8 @@ def schedule_peak(p: ScheduleProbe):
 def schedule_warmup(p: ScheduleProbe):
     w = p.warmup_steps
     error = max(abs(p.lr[s - 1] / p.lr[w - 1] - s / w) for s in range(1, w + 1))
-    return error <= 2 / w, f'error {error:.2g} of the peak' # 1 / w if steps are counted from 0
+    # counting from 0 gives 1 / w; 2 / w is 20% of the peak for 10 steps, the fewest, and less for more
+    return error <= 2 / w, f'error {error:.2g} of the peak'
 
 @SCHEDULE_CHECKS.add('decay', 'it falls with the inverse square root of the step',
                      'the exponent of the step: step ** -0.5, not step ** -1 / 2')
@@ -231,7 +238,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Repor
 ACCUMULATION_CHECKS = Checks()
 
 @ACCUMULATION_CHECKS.add('equal', 'parts of a batch give the gradient of the whole',
-                         'means that are added: divide the sum of the losses by the number of all tokens')
+                         'the losses of the parts are means, and are added: divide sums by the number of all tokens')
 def accumulation_equal(p):
     backward, model, whole, parts = p
 
@@ -261,7 +268,7 @@ AVERAGING_CHECKS = Checks()
 @AVERAGING_CHECKS.add('mean', 'the mean of each weight (section 6.1)', 'sums, or the last checkpoint alone')
 def averaging_mean(p):
     p['result'] = p['average'](p['checkpoints'])
-    largest = 0.0
+    worst = 0.0
     tol = 1e-4
     for name, first in p['before'][0].items():
         if not first.is_floating_point(): # a counter or a mask
@@ -270,10 +277,10 @@ def averaging_mean(p):
         result = p['result'][name].double()
         error = torch.where(result == expected, 0.0, (result - expected).abs()) # a mask may hold -inf
         scale = expected.abs().nan_to_num(posinf=0.0).max().clamp(min=1e-6)
-        largest = max(largest, (error.max() / scale).nan_to_num(math.inf, math.inf).item())
+        worst = largest([worst, (error.max() / scale).item()])
         tol = max(tol, torch.finfo(first.dtype).eps) # 16 bits
-    return (set(p['result']) == set(p['before'][0]) and largest < tol,
-            f'{len(p["before"])} checkpoints: error {largest:.1g}')
+    return (set(p['result']) == set(p['before'][0]) and worst < tol,
+            f'{len(p["before"])} checkpoints: error {worst:.1g}')
 
 @AVERAGING_CHECKS.add('unchanged', 'the checkpoints are left as they were', 'in-place addition: add_, +=')
 def averaging_unchanged(p):
@@ -296,13 +303,15 @@ def check_averaging(average: Callable, checkpoints: Sequence[Mapping[str, Tensor
 
 class DecoderProbe:
     "A decoding function, and the model that it decodes with, called without cache or batch."
-    def __init__(self, decode, model, src, pad: int, bos: int, eos: int, never, greedy: bool):
+    def __init__(self, decode, model, src, pad: int, bos: int, eos: int, never, greedy: bool,
+                 max_length):
         self.decode = decode
         self.model = model
         self.src = src
         self.pad, self.bos, self.eos = pad, bos, eos
         self.never = [i for i in (pad, bos) if i != eos] if never is None else list(never)
         self.greedy = greedy
+        self.max_length = max_length
 
     def results(self, src: Tensor) -> list[tuple[list[int], float | None]]:
         "Return the ids of each translation, and its log-probability if `decode` returns it."
@@ -325,11 +334,20 @@ class DecoderProbe:
         tgt = torch.tensor([[self.bos, *ids]], device=self.src.device)
         try:
             logits = self.model(self.sentence(row), tgt)[0].double()
-        except (ValueError, IndexError, RuntimeError): # max_len reached
+        except (ValueError, IndexError, RuntimeError): # more tokens than the model takes; one fewer must do
             logits = self.model(self.sentence(row), tgt[:, :-1])[0].double()
         if allowed:
             logits[:, self.never] = -math.inf
         return logits.log_softmax(-1)
+
+    def is_truncated(self, row: int, ids: list[int], log_probs: Tensor) -> bool:
+        "Return whether a translation without EOS is as long as the model or `max_length` allows."
+        if len(log_probs) == len(ids): # `log_probs` found that the model takes no more tokens
+            return True
+        limit = self.max_length
+        if callable(limit):
+            limit = limit(self.sentence(row).size(1))
+        return limit is not None and len(ids) >= limit
 
 DECODER_CHECKS = Checks()
 
@@ -351,30 +369,50 @@ def decoder_end(p: DecoderProbe):
 def decoder_greedy(p: DecoderProbe):
     if not p.greedy:
         raise NotApplicable('greedy=False')
-    gap = 0.0
+    gaps = [0.0]
+    for row, (found, _) in enumerate(p.found):
+        ids = p.before_eos(found)
+        chosen = [*ids, p.eos] if p.eos in found else ids
+        for log_prob, token in zip(p.log_probs(row, ids, allowed=True), chosen):
+            gaps.append((log_prob.max() - log_prob[token]).item())
+    gap = largest(gaps)
+    return gap < 1e-3, f'log-probability at most {gap:.1g} below the best token'
+
+@DECODER_CHECKS.add('complete', 'a translation ends where EOS is the most probable token, or at its limit',
+                    'a loop that stops too early; a limit of the search: pass it as max_length')
+def decoder_complete(p: DecoderProbe):
+    if not p.greedy:
+        raise NotApplicable('greedy=False')
+    early = []
     for row, (found, _) in enumerate(p.found):
         ids = p.before_eos(found)
         log_probs = p.log_probs(row, ids, allowed=True)
-        chosen = [*ids, p.eos][:len(log_probs)] if p.eos in found else ids
-        for log_prob, token in zip(log_probs, chosen):
-            gap = max(gap, (log_prob.max() - log_prob[token]).item())
-    return gap < 1e-3, f'log-probability at most {gap:.1g} below the best token'
+        if p.eos in found or p.is_truncated(row, ids, log_probs):
+            continue
+        if not log_probs[-1].max() - log_probs[-1, p.eos] < 1e-3:
+            early.append(len(ids))
+    after = f', after {min(early)} to {max(early)} tokens' if early else ''
+    return not early, f'{len(early)} of {len(p.found)} end without EOS where another token is more probable{after}'
 
-@DECODER_CHECKS.add('log-probability', "the returned log-probability is the model's",
-                    'hypotheses that are reordered without their cache or scores; EOS counted twice or never')
+@DECODER_CHECKS.add('log-probability', "the returned log-probability is the model's, with or without EOS",
+                    'hypotheses reordered without their cache or scores; EOS counted twice, or in some sentences only')
 def decoder_log_prob(p: DecoderProbe):
     if any(log_prob is None for _, log_prob in p.found):
         raise NotApplicable('return (ids, log-probability) for each sentence')
-    error = 0.0
+    errors = {} # by convention: one must explain every sentence
     for row, (found, log_prob) in enumerate(p.found):
-        ids = [i for i in found if i != p.eos]
-        sums = []
+        ids = p.before_eos(found)
         for allowed in (True, False):
             log_probs = p.log_probs(row, ids, allowed)
-            for tokens in ([*ids, p.eos][:len(log_probs)], ids): # with and without EOS
-                sums.append(log_probs[range(len(tokens)), tokens].sum().item())
-        error = max(error, min(abs(s - log_prob) for s in sums))
-    return error < 1e-3, f'error {error:.1g}'
+            without = log_probs[range(len(ids)), ids].sum().item()
+            complete = without + log_probs[-1, p.eos].item()
+            may_be_truncated = p.eos not in found and p.is_truncated(row, ids, log_probs)
+            sums = {'with EOS': [complete, without] if may_be_truncated else [complete], 'without EOS': [without]}
+            for name, accepted in sums.items():
+                error = min(abs(x - log_prob) for x in accepted)
+                errors[name, allowed] = largest([errors.get((name, allowed), 0.0), error])
+    best = min(errors, key=errors.get)
+    return errors[best] < 1e-3, f'{best[0]}: error {errors[best]:.1g}'
 
 @DECODER_CHECKS.add('alone', 'a sentence gets the same translation alone and in a batch',
                     'a length limit or a stop that depends on the batch; padding that is not masked')
@@ -390,7 +428,7 @@ def decoder_order(p: DecoderProbe):
 
 def check_decoder(
     decode: Callable, model: Callable, src: Int[Tensor, "b n"], *, pad: int = 0, bos: int = 1, eos: int = 2,
-    never: Sequence[int] | None = None, greedy: bool = True,
+    never: Sequence[int] | None = None, greedy: bool = True, max_length: int | Callable | None = None,
 ) -> Report:
     """Compare decoding (cached, batched) with the model.
 
@@ -399,6 +437,7 @@ def check_decoder(
     :param src: sources to translate, of different lengths
     :param never: ids that it must not generate (default: pad and bos)
     :param greedy: False: it need not choose the most probable token
+    :param max_length: limit of the tokens before EOS, or source tokens to this limit
     """
-    probe = DecoderProbe(decode, model, src, pad, bos, eos, never, greedy)
+    probe = DecoderProbe(decode, model, src, pad, bos, eos, never, greedy, max_length)
     return DECODER_CHECKS.run(getattr(decode, '__name__', type(decode).__name__), probe)

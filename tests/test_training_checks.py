@@ -65,6 +65,21 @@ def test_padding_with_an_id_outside_the_vocabulary():
     assert check_loss(ours, 0.2, pad=0).failed == ['value', 'padding']
 
 
+def test_probabilities_that_do_not_sum_to_1_fail_where_padding_is_no_token():
+    def divided_by_v_minus_2(logits, targets):
+        q = torch.full_like(logits, 0.1 / (logits.size(1) - 2)).scatter(1, targets[:, None], 0.9)
+        return -(q * logits.log_softmax(-1)).sum(-1)[targets >= 0].mean()
+    targets = torch.tensor([3, 4])
+    assert divided_by_v_minus_2(torch.zeros(2, 11), targets) > math.log(11) # sums to more than 1
+    for pad in (None, -100):
+        assert 'value' in check_loss(lambda x, y: divided_by_v_minus_2(x, y.clamp(min=0)), pad=pad, dense=True).failed
+
+
+def test_a_loss_that_is_not_a_number_for_some_batches_fails():
+    loss = lambda x, y: ours(x, y) * (1 if len(y) == 7 else math.nan) # noqa: E731
+    assert 'value' in check_loss(loss, pad=0).failed
+
+
 # --- schedule
 
 def paper(step):
@@ -82,6 +97,7 @@ def test_correct_schedules_pass():
 @pytest.mark.parametrize('schedule, failed', [
     (lambda step: paper(10 * step), ['peak', 'warm-up']),
     (lambda step: 512 ** -0.5 * min(20 * step ** -1 / 2, step * 100 ** -1.5), ['decay']),
+    (lambda step: 512 ** -0.5 * min(step ** -1 / 2, step * 100 ** -1.5), ['peak', 'warm-up', 'decay', 'height']),
     (lambda step: 1e-3 * min((step / 100) ** 2, (100 / step) ** 0.5), ['warm-up', 'height']),
     (lambda step: 2 * paper(step), ['height']),
     (lambda step: 1 / (step - 1), ['runs']),
@@ -188,6 +204,46 @@ def test_wrong_scores_batches_and_orders_fail(model, src):
     assert 'alone' in check_decoder(lambda s: [ids[:s.size(1) // 2] for ids in greedy(model, s)], model, src).failed
     assert 'order' in check_decoder(lambda s: [greedy(model, s)[0]] * len(s), model, src, greedy=False).failed
     assert check_decoder(lambda s: greedy(model, s)[1:], model, src).failed == ['runs']
+
+
+def prepared(src, results):
+    "A decoding function that looks its results up: it is fast."
+    by_sentence = {tuple(row[row != 0].tolist()): result for row, result in zip(src, results)}
+    return lambda src: [by_sentence[tuple(row[row != 0].tolist())] for row in src]
+
+
+def test_greedy_decoding_that_stops_too_early_fails(model, src):
+    found = greedy(model, src)
+    first_two = prepared(src, [ids[:2] for ids in found])
+    two_more = prepared(src, [ids[:int((row != 0).sum()) + 2] for ids, row in zip(found, src)]) # than the source
+    assert check_decoder(first_two, model, src).failed == ['complete']
+    assert check_decoder(two_more, model, src).failed == ['complete']
+    check_decoder(first_two, model, src, max_length=2).raise_if_failed()
+    check_decoder(two_more, model, src, max_length=lambda n: n + 2).raise_if_failed()
+    assert check_decoder(first_two, model, src, max_length=3).failed == ['complete']
+    assert check_decoder(two_more, model, src, max_length=lambda n: n + 3).failed == ['complete']
+
+
+def test_one_convention_must_explain_all_log_probabilities(model, src):
+    def score(ids, row, eos):
+        log_probs = model(row[row != 0][None], torch.tensor([[1, *ids]])).log_softmax(-1)[0]
+        return log_probs[range(len(ids)), ids].sum().item() + eos * log_probs[-1, EOS].item()
+
+    found = [ids[:5] for ids in greedy(model, src)]
+
+    def scored(*eos): # how often EOS counts, in each sentence
+        return prepared(src, [(ids, score(ids, row, n)) for ids, row, n in zip(found, src, eos)])
+
+    def failed(decode, **options):
+        return check_decoder(decode, model, src, greedy=False, **options).failed
+    assert failed(scored(1, 1, 1, 1, 1)) == failed(scored(0, 0, 0, 0, 0)) == []
+    assert failed(scored(0, 1, 0, 1, 0)) == failed(scored(2, 2, 2, 2, 2)) == ['log-probability']
+    assert failed(scored(0, 1, 0, 1, 0), max_length=5) == [] # some may be truncated
+    assert failed(scored(*[math.nan] * 5)) == ['log-probability']
+
+    best = [beam_search(model, row[row != 0][None], max_extra_tokens=2)[0] for row in src]
+    beam = prepared(src, [(h.ids, h.log_prob) for h in best])
+    assert failed(beam, max_length=lambda n: n + 2) == []
 
 
 @pytest.mark.parametrize('bos', [0, EOS])
