@@ -3,8 +3,8 @@
 """Data checks: notice likely mistakes in sentence pairs before hours of training: quoted tables, id columns, copies,
 text that was encoded twice."""
 
-__all__ = ['WRONG_ENCODINGS', 'N_CHECKED', 'QUOTED', 'NUMBERED', 'COPIED', 'GARBLED', 'read_again', 'encoded_twice', 'is_quoted',
-           'is_copy', 'likely_mistakes', 'warn_of_mistakes']
+__all__ = ['WRONG_ENCODINGS', 'N_CHECKED', 'MAX_QUOTED', 'MAX_NUMBERS', 'MAX_COPIES', 'MAX_MOJIBAKE', 'undo_decoding',
+           'encoded_twice', 'is_quoted', 'is_copy', 'likely_mistakes', 'warn_of_mistakes']
 
 import warnings
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ from .vocabulary import normalize
 
 WRONG_ENCODINGS = ('cp1252', 'latin-1') # encodings in which UTF-8 is often read by mistake
 
-def read_again(text: str, encoding: str) -> str | None:
-    """Reverse reading UTF-8 in a wrong encoding.
+def undo_decoding(text: str, encoding: str) -> str | None:
+    """Undo decoding UTF-8 with a wrong encoding: return the original text.
 
     :param encoding: in which UTF-8 was read
     :return: None: the text is not UTF-8 that was read in this encoding
@@ -28,22 +28,22 @@ def read_again(text: str, encoding: str) -> str | None:
 def encoded_twice(text: str) -> tuple[str, str, str] | None:
     """Find a word that was encoded as UTF-8, read in another encoding, and encoded again.
 
-    :return: the word, its correction, the encoding in which it was read; None: no such word
+    Return the word, its correction and the other encoding; None if there is no such word.
     """
     for word in text.split():
         if word.isascii():
             continue
         for encoding in WRONG_ENCODINGS:
-            right = read_again(word, encoding)
+            right = undo_decoding(word, encoding)
             if right is not None:
                 return word, right, encoding
     return None
 
 N_CHECKED = 2000 # pairs
-QUOTED = 1 / 2   # more pairs than this share in double quotes are reported
-NUMBERED = 1 / 2 # the same for sources that are numbers
-COPIED = 1 / 10  # the same for equal sides
-GARBLED = 1 / 100 # the same for text that was encoded twice
+MAX_QUOTED = 1 / 2     # a larger fraction of pairs in double quotes is reported,
+MAX_NUMBERS = 1 / 2    # of sources that are numbers,
+MAX_COPIES = 1 / 10    # of equal sides,
+MAX_MOJIBAKE = 1 / 100 # or of text that was encoded twice
 
 def is_quoted(text: str) -> bool:
     "Whether a text begins and ends with a double quote."
@@ -64,24 +64,24 @@ def likely_mistakes(pairs: Iterable[tuple[str, str]], is_table: bool = True) -> 
     of_first = f'of the first {n:,} pairs'
     found = []
     n_quoted = sum(is_quoted(src) and is_quoted(tgt) for src, tgt in pairs)
-    if n_quoted > QUOTED * n:
+    if n_quoted > MAX_QUOTED * n:
         found.append(f'in {n_quoted:,} {of_first}, both sentences are in double quotes, which become part of the '
                      'text: save the table without quotes around its cells')
     n_numbers = sum(src.strip(' ".').isdecimal() for src, _ in pairs)
-    if n_numbers > NUMBERED * n:
+    if n_numbers > MAX_NUMBERS * n:
         repair = 'cut -f2,3 FILE > NEW leaves it out' if is_table else 'give a file of sentences'
         found.append(f'in {n_numbers:,} {of_first}, the source is a number. If it is an id, {repair}')
     n_copies = sum(is_copy(pair) for pair in pairs)
-    if n_copies > COPIED * n:
+    if n_copies > MAX_COPIES * n:
         advice = 'are source and target the right columns?' if is_table else 'is one file a copy of the other?'
         found.append(f'in {n_copies:,} {of_first}, source and target are equal, so the model learns to copy: {advice}')
     texts = [' '.join(pair) for pair in pairs]
     twice = [word for text in texts if (word := encoded_twice(text))]
-    if len(twice) > GARBLED * n:
+    if len(twice) > max(1, MAX_MOJIBAKE * n): # one may be a false alarm
         word, right, encoding = twice[0]
         name = {'cp1252': 'WINDOWS-1252', 'latin-1': 'LATIN1'}[encoding]
         repair = 'repair these lines only, for example with ftfy.fix_encoding: other lines are right'
-        if all(read_again(text, encoding) is not None for text in texts):
+        if all(undo_decoding(text, encoding) is not None for text in texts):
             repair = f'if the whole file is like this, iconv -f UTF-8 -t {name} FILE > NEW repairs it'
         found.append(f'{len(twice):,} {of_first} look like UTF-8 that was encoded twice ({word} instead of {right}): '
                      f'{repair}')

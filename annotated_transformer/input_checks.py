@@ -25,8 +25,8 @@ BATCH_CHECKS = Checks()
                   'the decoder gets the tokens that it should predict: use tgt[:, :-1] and tgt[:, 1:]')
 def batch_shifted(p):
     tgt_in, target = p['tgt_in'][:, 1:], p['tgt_out'][:, :-1]
-    wrong = (tgt_in != target) & (tgt_in != p['pad'])
-    # after EOS, the input may be padding
+    wrong = (tgt_in != target) & (tgt_in != p['pad']) # another token
+    # the input ends too early; after EOS, it may be padding
     lost = (tgt_in == p['pad']) & (target != p['pad']) & (target != p['eos'])
     return not (wrong | lost).any(), f'{int((wrong | lost).sum())} positions differ'
 
@@ -45,7 +45,8 @@ def batch_end(p):
     correct = (last == p['eos']) & ((target == p['eos']).sum(1) == 1)
     return correct.all(), f'{int(correct.sum())} of {len(target)} targets end in their only EOS'
 
-@BATCH_CHECKS.add('width', 'no column is padding alone', 'all batches padded to the longest sentence of the corpus')
+@BATCH_CHECKS.add('width', 'no column is padding alone, except to fill up to a multiple',
+                  'all batches padded to the longest sentence of the corpus')
 def batch_width(p):
     columns = {name: int((p[name] == p['pad']).all(0).sum()) for name in ('src', 'tgt_out')}
     return (max(columns.values()) < p['pad_to_multiple_of'],
@@ -55,7 +56,8 @@ def check_batch(
     src: Int[Tensor, "b n"], tgt_in: Int[Tensor, "b m"], tgt_out: Int[Tensor, "b m"], *, pad: int = 0, bos: int = 1,
     eos: int = 2, pad_to_multiple_of: int = 1,
 ) -> Report:
-    """Check that a batch is shifted, framed by BOS and EOS, and not padded more than needed.
+    """Check the shift of the targets, BOS and EOS, and the padding of both sides. Of `src`, only the width is
+    checked.
 
     :param tgt_in: the decoder's input
     :param tgt_out: the tokens to predict
@@ -69,23 +71,27 @@ VOCABULARY_CHECKS = Checks()
 @VOCABULARY_CHECKS.add('training', 'every token occurs in the training sentences',
                        'a vocabulary built from all splits: it has seen the test set')
 def vocabulary_training(p):
-    text = '\n'.join(p['seen']) # later merges may have made a subword part of longer ones
+    text = '\n'.join(p['seen']) if p['subwords'] else '' # later merges may have made a subword part of longer ones
     unseen = [token for token in p['vocabulary'] if token not in p['seen'] and token not in text]
-    return not unseen, f'{len(unseen)} of {len(p["vocabulary"])} do not occur {unseen[:3] or ""}'
+    examples = f': {", ".join(unseen[:3])}' if unseen else ''
+    return not unseen, f'{len(unseen)} of {len(p["vocabulary"])} do not occur{examples}'
 
 @VOCABULARY_CHECKS.add('once', 'every token has one id', 'a list of words instead of a set of words')
 def vocabulary_once(p):
     n = len(set(p['vocabulary']))
     return n == len(p['vocabulary']), f'{n} different tokens of {len(p["vocabulary"])}'
 
-def check_vocabulary(vocabulary: Iterable[str], sentences: Iterable[Iterable[str]]) -> Report:
+def check_vocabulary(
+    vocabulary: Iterable[str], sentences: Iterable[Iterable[str]], *, subwords: bool = True,
+) -> Report:
     """Check that a vocabulary was built from the training sentences alone.
 
     :param vocabulary: the tokens, without special ones and single bytes
     :param sentences: the training sentences, as tokens
+    :param subwords: False, for words: a token inside another one does not count as seen
     """
     seen = {token for sentence in sentences for token in sentence}
-    return VOCABULARY_CHECKS.run('vocabulary', dict(vocabulary=list(vocabulary), seen=seen))
+    return VOCABULARY_CHECKS.run('vocabulary', dict(vocabulary=list(vocabulary), seen=seen, subwords=subwords))
 
 class EmbeddingProbe:
     "The input of encoder or decoder, and the matrix that it takes rows of."
@@ -210,7 +216,8 @@ def positions_formula(p: PositionsProbe):
     angles = torch.arange(p.n, dtype=torch.float64)[:, None] / 10000 ** (two_i / p.d_model)
     expected = torch.cat([angles.sin(), angles.cos()], dim=1)
     table = p.table(p.n)[0].double()
-    distances = torch.cdist(expected.T, table.T, p=math.inf) # between any two features
+    distances = torch.cdist(expected.T, table.T, p=math.inf) # of each sinusoid and each feature
+    # each feature must be one of the sinusoids, and each sinusoid one of the features
     error = max(distances.amin(0).max().item(), distances.amin(1).max().item())
     return error < 1e-3, f'error {error:.1g}; largest component {table.abs().max():.3g} (should be 1)'
 

@@ -154,21 +154,24 @@ def attention_16_bits(p: AttentionProbe):
 def attention_fully_masked(p: AttentionProbe):
     if not p.fully_masked:
         raise NotApplicable('fully_masked=False: many functions give NaN')
-    p.masks['third query masked'] = p.masks['one per query'].clone()
+    p.masks['third query masked'] = p.masks['one per query'].clone() # where `converted` finds it
     p.masks['third query masked'][..., 2, :] = False
     out = p.output(*p.qkv, p.converted('third query masked'))[..., 2, :]
     return (out == 0).all(), f'output {out.flatten()[:2].tolist()} ...'
 
-def check_attention(attend: Callable, *, d_v: int = 6, heads: bool = True, fully_masked: bool = False) -> Report:
+def check_attention(
+    attend: Callable, *, d_v: int = 6, heads: bool = True, fully_masked: bool = False, skip: Collection[str] = (),
+) -> Report:
     """Compare an attention function with equation 1. All three conventions of masks are tried.
 
     :param attend: (query, key, value, mask or None) to output, or to (output, weights)
     :param d_v: features of a value; d_k is 4
     :param heads: inputs are (batch, heads, n, d_k); False: (batch, n, d_k)
     :param fully_masked: True: a fully masked query should get zeros
+    :param skip: names of the checks that do not apply
     """
     probe = AttentionProbe(attend, d_v, heads, fully_masked)
-    return ATTENTION_CHECKS.run(getattr(attend, '__name__', type(attend).__name__), probe)
+    return ATTENTION_CHECKS.run(getattr(attend, '__name__', type(attend).__name__), probe, skip=skip)
 
 class MultiHeadProbe:
     "A multi-head attention module, with random inputs."
@@ -220,23 +223,25 @@ def multi_head_equation(p: MultiHeadProbe):
 
 def check_multi_head(
     attend: Callable, d_model: int, n_heads: int, *,
-    projections: tuple[Callable, Callable, Callable, Callable] | None = None,
+    projections: tuple[Callable, Callable, Callable, Callable] | None = None, skip: Collection[str] = (),
 ) -> Report:
     """Check multi-head attention: each query by itself, each head by equation 1.
 
     :param attend: (query, key, value), each (batch, n, d_model), to output or (output, weights)
     :param projections: to q, k, v, and the output's
+    :param skip: names of the checks that do not apply
     """
     if isinstance(attend, nn.Module):
         attend = copy.deepcopy(attend).eval()
     probe = MultiHeadProbe(attend, d_model, n_heads, projections)
-    return MULTI_HEAD_CHECKS.run(getattr(attend, '__name__', type(attend).__name__), probe)
+    return MULTI_HEAD_CHECKS.run(getattr(attend, '__name__', type(attend).__name__), probe, skip=skip)
 
 class MaskProbe:
     "A function that makes masks, and sentences of different lengths for it."
     def __init__(self, make_mask: Callable, causal: bool, padding: bool, pad: int):
         self.make_mask = make_mask
         self.pad = pad
+        self.convention = None # found by the check 'runs'
         self.ids = torch.full((3, 5), pad + 1)
         self.ids[0, 3:] = pad
         self.ids[2, 2:] = pad
@@ -252,11 +257,16 @@ class MaskProbe:
         mask = self.make_mask(self.ids)
         if mask.dim() == 3: # (batch, n, n), or (batch, 1, n)
             mask = mask[:, None]
-        mask = mask.expand(3, mask.size(1) if mask.dim() == 4 else 1, 5, 5)
-        if mask.dtype.is_floating_point and mask.min() < -1: # added to the logits
+        n_heads = mask.size(1) if mask.dim() == 4 else 1
+        mask = mask.expand(3, n_heads, 5, 5)
+        if mask.dtype.is_floating_point and mask.min() < -1:
+            self.convention = 'added to the logits'
             return mask > -1
-        inverted = mask.bool()[0, 0, 1, 0].logical_not() # the second query of a sentence, its first key
-        return mask.bool() ^ inverted
+        if mask[0, 0, 1, 0]: # query 1 may attend to key 0 in every correct mask
+            self.convention = 'True: may attend'
+            return mask.bool()
+        self.convention = 'True: masked'
+        return ~mask.bool()
 
 MASK_CHECKS = Checks()
 
@@ -264,7 +274,7 @@ MASK_CHECKS = Checks()
                  'the error message; add axes for heads and queries with mask[:, None, None, :]')
 def mask_runs(p: MaskProbe):
     p.mask()
-    return True, f'{tuple(p.make_mask(p.ids).shape)} for ids (3, 5)'
+    return True, f'{tuple(p.make_mask(p.ids).shape)} for ids (3, 5); {p.convention}'
 
 def mask_errors(p: MaskProbe, where: Tensor) -> tuple[bool, str]:
     "Count the entries of the mask that are wrong in some places."
@@ -324,6 +334,7 @@ class LayerProbe:
         layer = copy.deepcopy(self.layer)
         with torch.no_grad():
             for path, module in layer.named_modules():
+                # *norm* in the last part of the path, or in the name of the class
                 is_norm = 'norm' in f'{path.rpartition(".")[2]} {type(module).__name__}'.lower()
                 for name, q in module.named_parameters(recurse=False):
                     if is_norm:

@@ -23,11 +23,11 @@ from .score_report import counted, table
 from .train_command import named_corpus, replaced_data
 
 def parse_share(text: str) -> tuple[int, int]:
-    "Read I/N, the share of a machine. Raises ValueError for anything else."
-    first, _, step = text.partition('/')
-    if not (first.isdecimal() and step.isdecimal()):
+    "Read I/N, the share of a machine. Raises a ValueError if the text has another form; `prepare` checks the range."
+    number, _, n_shares = text.partition('/')
+    if not (number.isdecimal() and n_shares.isdecimal()):
         raise ValueError(f'shard={text!r} must be I/N, with I from 1 to N, such as 1/4')
-    return int(first), int(step)
+    return int(number), int(n_shares)
 
 def prepared_report(out: Path, manifest: dict) -> str:
     "Explain what a prepared folder holds, and what to do next."
@@ -38,7 +38,7 @@ def prepared_report(out: Path, manifest: dict) -> str:
     left_out = [f'{count:,} {reason}' for reason, count in manifest['dropped'].items() if count]
     tokenizer = read_json(out / 'tokenizer.json')['kind']
     splits = [f'{size:,} for {split}' for split, size in manifest['splits'].items()]
-    rows = {
+    rows = { # `table` leaves out rows without a text; the name '' continues the row above
         'first val pair': first,
         '': second,
         'pairs': f'{counted(manifest["pairs"], "pair")} in {counted(len(manifest["shards"]), "shard")}, with '
@@ -84,7 +84,7 @@ class Prepare(Command):
     pair_is_assumed: bool = False
     common: Common = field(default_factory=Common)
 
-    HIDDEN = ('prepared', 'device', 'threads') # options that mean nothing here
+    HIDDEN = ('prepared', 'device', 'threads') # options that do not apply
     KINDS = {'corpus': Literal[tuple(name for name in CORPORA if name != 'prepared')], 'pair': str | None}
     TEXTS = {
         'corpus': 'which sentence pairs (left out: tsv with --tsv, files with --src and --tgt, else toy-ende)',
@@ -104,6 +104,7 @@ class Prepare(Command):
 
     @classmethod
     def options(cls, deciding: Mapping[str, Any]) -> dict[str, Option]:
+        "Return the options by name, without those that do not apply."
         found = super().options(deciding)
         return {name: option for name, option in found.items() if name not in (*cls.HIDDEN, 'pair_is_assumed')}
 
@@ -113,19 +114,21 @@ class Prepare(Command):
         corpus = named_corpus(deciding) or 'toy-ende'
         found = {'corpus': corpus, 'pair': None if corpus in TEXT_OPTIONS else CorpusConfig.pair}
         recipe = RECIPES[recipe_for(corpus)]
-        if recipe['corpus']['corpus'] == corpus:
+        if recipe['corpus']['corpus'] == corpus: # `recipe_for` may return the recipe of another corpus
             found |= {'vocab_size': recipe['model']['vocab_size'], 'tokenizer': recipe.get('tokenizer', 'bpe')}
         return found
 
     @classmethod
     def replaced(cls, typed: Mapping[str, Any], from_file: Mapping[str, Any]) -> dict[str, str]:
+        "Return the settings of a file that typed options replace, each with this option."
         found = replaced_data(typed, from_file)
-        if 'pair' in found: # another corpus
+        if 'pair' in found: # another corpus, with other defaults
             found |= dict.fromkeys(('tokenizer', 'vocab_size'), found['pair'])
         return found
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> 'Prepare':
+        "Return the command for these values, with English-German if they name no pair."
         pair = values['pair']
         assumed = {'pair': pair or CorpusConfig.pair, 'pair_is_assumed': pair is None}
         return super().from_values(values | dict.fromkeys(cls.HIDDEN) | assumed)

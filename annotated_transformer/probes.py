@@ -67,7 +67,7 @@ class Report:
 
     @property
     def not_applicable(self) -> list[str]:
-        "Names of the checks that could not be made."
+        "Names of the checks that did not apply."
         return self.names(None)
 
     def __bool__(self) -> bool:
@@ -87,7 +87,7 @@ class Report:
         return self
 
 class NotApplicable(Exception):
-    "Raised by a check that cannot be made. The message says what is missing."
+    "Raised by a check that does not apply. The message says what is missing."
 
 @dataclass(frozen=True)
 class Check:
@@ -102,7 +102,7 @@ class Check:
     function: Callable
 
     def run(self, probe) -> CheckResult:
-        "Make the check. An exception is a failure, and its message is what was observed."
+        "Run the check. An exception is a failure, and its message is what was observed."
         try:
             passed, observed = self.function(probe)
             passed = bool(passed)
@@ -123,11 +123,11 @@ class Checks(dict[str, Check]):
         return register
 
     def run(self, subject: str, probe, only: Collection[str] = (), skip: Collection[str] = ()) -> Report:
-        """Make the checks. If 'runs' fails, no other check applies. ValueError for unknown names.
+        """Run the checks. If 'runs' fails, no other check applies. ValueError for unknown names.
 
         :param subject: what is checked
         :param probe: handed to each check
-        :param only: names of the checks to make; none: all
+        :param only: names of the checks to run; none: all
         :param skip: names of checks to leave out
         """
         if unknown := (set(only) | set(skip)) - set(self):
@@ -206,9 +206,11 @@ class Probe:
     def replace(self, ids: Tensor, start: int, stop: int, vocab_size: int) -> Tensor:
         "Return ids in which each token from `start` to `stop` is another one."
         new = ids.clone()
-        part = new[:, start:stop] # a view
-        while (same := part == ids[:, start:stop]).any():
+        part = new[:, start:stop] # a view: to change it changes `new`
+        same = torch.ones_like(part, dtype=torch.bool)
+        while same.any(): # draw again where the token is still the same
             part[same] = self.ids(*part.shape, vocab_size)[same]
+            same = part == ids[:, start:stop]
         return new
 
     def padded(self, ids: Int[Tensor, "rows n"], k: int) -> Int[Tensor, "rows n_plus_k"]:
@@ -229,11 +231,11 @@ class Probe:
         return F.cross_entropy(model(src, tgt).flatten(0, 1).float(), targets.flatten())
 
     def equal(self, error: float, action: str, tol: float = 0.0) -> tuple[bool, str]:
-        "Result of a check that logits stay equal."
+        "Return what a check that logits stay equal should return."
         return error <= max(tol, self.tol), f'{action}: largest change {error:.1g}'
 
     def different(self, error: float, action: str) -> tuple[bool, str]:
-        "Result of a check that all logits change; `error` is the smallest change."
+        "Return what a check that all logits change should return; `error` is the smallest change."
         return error > self.tol, f'{action}: smallest change {error:.1g}'
 
 @contextmanager
@@ -268,7 +270,7 @@ def position_modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 def input_instead(module: nn.Module, inputs: tuple, output):
-    "A forward hook: return the inputs (where shapes agree) or zeros instead of the output."
+    "A forward hook: replace each output tensor by the input tensor at its place, or by zeros if shapes differ."
     tensors = [x for x in inputs if isinstance(x, Tensor)]
 
     def instead(i, x):
@@ -325,8 +327,9 @@ class CountSines(torch.overrides.TorchFunctionMode):
         return counted
 
     def __enter__(self):
-        for module in (math, sys.modules.get('numpy')):
-            for name in ('sin', 'cos') if module else ():
+        modules = [math, sys.modules['numpy']] if 'numpy' in sys.modules else [math]
+        for module in modules:
+            for name in ('sin', 'cos'):
                 function = getattr(module, name)
                 self.patches.enter_context(patch.object(module, name, self.counting(function)))
         return super().__enter__()

@@ -2,7 +2,7 @@
 
 """Progress: show a progress bar on a terminal and in a notebook, and a line every 30 seconds in a log file."""
 
-__all__ = ['Bar', 'SECONDS', 'LineStream', 'is_notebook', 'new_bar']
+__all__ = ['Bar', 'LINE_INTERVAL', 'LineStream', 'is_notebook', 'new_bar']
 
 import sys
 import time
@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 Bar = tqdm # the class of a bar: a widget in notebooks, text elsewhere
 
-SECONDS = 30 # between two lines in a log file
+LINE_INTERVAL = 30 # seconds between two lines in a log file
 
 class LineStream:
     """A text stream that prints the newest bar of tqdm as a line, at most every `seconds`.
@@ -19,7 +19,7 @@ class LineStream:
     :param file: a text stream
     :param seconds: between two lines
     """
-    def __init__(self, file, seconds: float = SECONDS):
+    def __init__(self, file, seconds: float = LINE_INTERVAL):
         self.file = file
         self.seconds = seconds
         self.line = ''
@@ -40,15 +40,28 @@ class LineStream:
     def flush(self) -> None:
         "Do nothing: each line is sent at once."
 
+    def isatty(self) -> bool:
+        "Return False, so that `disable=None` switches the bar off, as tqdm documents it."
+        return False
+
 def is_notebook() -> bool:
-    "Return whether tqdm shows widgets. Its class for them exists only in notebooks, so compare its name."
+    "Return whether tqdm shows widgets."
+    # compare names: to compare classes, we would have to import tqdm.notebook and with it ipywidgets
     return any(base.__name__ == 'tqdm_notebook' for base in tqdm.__mro__)
 
-def new_bar(**settings) -> Bar:
-    """Return a progress bar on standard error.
+def new_bar(
+    iterable=None, desc: str | None = None, total: int | float | None = None, leave: bool | None = True, file=None,
+    **options,
+) -> Bar:
+    """Return a bar of tqdm, which prints lines in a log file.
 
-    :param settings: arguments of tqdm
+    :param iterable: whose items the bar counts; without it, call the bar's `update`
+    :param desc: text before the bar
+    :param total: number of items
+    :param leave: False: clear the bar at the end
+    :param file: where to write (default: standard error; lines if it is a log file)
+    :param options: other arguments of tqdm
     """
-    if not is_notebook() and not sys.stderr.isatty():
-        settings['file'] = LineStream(sys.stderr)
-    return tqdm(**settings)
+    if file is None and not is_notebook() and not sys.stderr.isatty():
+        file = LineStream(sys.stderr)
+    return tqdm(iterable, desc=desc, total=total, leave=leave, file=file, **options)

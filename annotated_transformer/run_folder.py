@@ -24,6 +24,7 @@ from .files import atomic_write, check_path, checksum, to_json
 from .hub import has_own_card
 from .parallel_text import as_paths
 
+# what a run writes, and `overwrite` deletes
 RUN_FILES = ('run.json', 'log.jsonl', 'clock.jsonl', 'samples.jsonl', 'tensorboard', 'config.json',
              'model.safetensors', 'tokenizer.json', 'training.json', 'README.md', 'checkpoints')
 
@@ -61,20 +62,24 @@ def differences(old: dict, new: dict, prefix: str = '') -> list[str]:
     "Describe where two nested settings differ."
     described = []
     for key in sorted(old.keys() | new.keys()):
-        before = old.get(key, 'absent')
-        after = new.get(key, 'absent')
+        before = old.get(key)
+        after = new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
             described += differences(before, after, f'{prefix}{key}.')
+        elif key not in new:
+            described.append(f'{prefix}{key} was {before!r} and is now not set')
+        elif key not in old:
+            described.append(f'{prefix}{key} was not set and is now {after!r}')
         elif before != after:
             described.append(f'{prefix}{key} was {before!r} and is now {after!r}')
     return described
 
 def read_run_json(path: Path) -> dict:
-    "Read a `run.json` or `training.json` with its settings. Raises ValueError that names a damaged file."
+    "Return settings and data of a `run.json` or `training.json`. Raises a ValueError that names a damaged file."
     try:
         stored = json.loads(path.read_text('utf-8'))
         settings = stored['run'] if path.name == 'training.json' else stored
-        settings['training']['max_steps'] # raises KeyError if it is absent
+        settings['training']['max_steps'] # these two raise KeyError if they are absent
         settings['corpus']['corpus']
         return settings
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -84,7 +89,7 @@ def read_run_json(path: Path) -> dict:
         raise ValueError(f'{path} is damaged or belongs to another run ({error!r}): {advice}') from None
 
 def stored_settings(path: Path) -> dict:
-    "Return the settings in a run's `run.json` or `training.json`. Raises ValueError that names a damaged file."
+    "Return the settings in a `run.json` or `training.json`, without the record of the data."
     settings = read_run_json(path)
     return {name: value for name, value in settings.items() if name != 'data'}
 
@@ -142,13 +147,15 @@ def changed_files(old: dict[str, dict], new: dict[str, dict]) -> list[str]:
     return changed
 
 def check_data(out: Path, old: dict[str, dict], new: dict[str, dict]) -> None:
-    """Raise ValueError that names the data files whose content has changed. Files may have moved.
+    """Raise a ValueError that names the data files that are new, or whose content has changed. Files may have moved.
 
     :param out: the run's folder
     :param old: `data_record` when the run began
     :param new: `data_record` now
     """
     changed = changed_files(old, new)
+    if old: # a run of an early version has no record
+        changed += [f'{after["path"]} is new' for name, after in new.items() if name not in old]
     if changed:
         raise ValueError(f'the data of {out} is not what it was trained on: {"; ".join(changed)}. Restore it to '
                          f'resume, or start a new run from this one: another --out with --start-from {out}')
@@ -214,7 +221,7 @@ def claim_folder(out: Path, config, overwrite: bool = False) -> None:
     without its checkpoints.
 
     :param config: `recipe.RunConfig`
-    :param overwrite: delete what an earlier run left there, and nothing else
+    :param overwrite: delete the files of an earlier run, but no other files and no edited model card
     """
     run_file = out / 'run.json'
     if not run_file.is_file() and out.exists():
@@ -266,7 +273,7 @@ def lock_file(path: Path, what: str, advice: str) -> Iterator[None]:
     Raises ValueError that names the process that holds it. Where the file cannot be written, nothing is locked.
 
     :param path: names the holder; removed at the end
-    :param what: what is locked: a name for the error message
+    :param what: name of what is locked, for the error message
     :param advice: what to do if another process holds the lock
     """
     try:

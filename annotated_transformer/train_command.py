@@ -40,8 +40,7 @@ from .vocabulary import load_tokenizer
 
 GROUPS = { # of train: heading, introduction, options
     '': ('', ('tsv', 'src', 'tgt', 'prepared', 'corpus', 'pair', 'out', 'overwrite', 'recipe', 'preset', 'start_from',
-              'max_minutes',
-              'max_epochs', 'max_steps', 'device', 'threads', 'config', 'save_config')),
+              'max_minutes', 'max_epochs', 'max_steps', 'device', 'threads', 'config', 'save_config')),
     'data': ('Which sentence pairs to train, validate and test on, and how to split them into tokens.',
              ('val_tsv', 'test_tsv', 'skip_header', 'val_src', 'val_tgt', 'test_src', 'test_tgt', 'on_error',
               'held_out', 'data_dir', 'extra_src', 'extra_tgt', 'max_words', 'max_ratio', 'unique',

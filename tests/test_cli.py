@@ -26,6 +26,7 @@ from annotated_transformer.cli import COMMANDS, main, parse
 from annotated_transformer.command_options import named_as_typed, plain_error
 from annotated_transformer.commands import SEARCH, check_sentences
 from annotated_transformer.corpora import CORPORA, load_corpus
+from annotated_transformer.data_checks import likely_mistakes
 from annotated_transformer.inference import DecodingConfig
 from annotated_transformer.line_translation import PartialOutput, live_lines
 from annotated_transformer.recipe import default_run
@@ -414,6 +415,12 @@ def test_likely_mistakes_in_the_data_are_warned_about_once(tmp_path, run, change
         warned = [line for line in run(*args, '--tsv', table).err.splitlines() if f'{table}: ' in line]
         assert len(warned) == bool(message), warned
         assert all(message in line for line in warned), warned
+
+
+@pytest.mark.parametrize('n_false, n, is_reported', [(1, 20, False), (2, 20, True), (2, 300, False)])
+def test_one_false_alarm_is_no_mistake(n_false, n, is_reported):
+    pairs = [('at the café', '«Au CAFÉ»')] * n_false + [('the dog', 'le chien')] * (n - n_false)
+    assert bool(likely_mistakes(pairs)) == is_reported
 
 
 def test_a_comment_and_a_csv_file_are_explained(tmp_path, fails):

@@ -112,3 +112,11 @@ def test_vocabulary_of_subwords():
 def test_vocabulary_from_training_sentences_alone():
     assert check_vocabulary(['a', 'b'], [['a'], ['b', 'c']])
     assert check_vocabulary(['a', 'd', 'a'], [['a'], ['b', 'c']]).failed == ['training', 'once']
+
+
+def test_a_word_inside_another_word_was_not_seen():
+    train = [['das', 'Haus']]
+    assert check_vocabulary(['das', 'Haus', 'as'], train, subwords=False).failed == ['training']
+    assert 'as' in check_vocabulary(['as'], train, subwords=False)['training'].observed
+    check_vocabulary(['das', 'Haus'], train, subwords=False).raise_if_failed()
+    check_vocabulary(['das', 'Haus', 'as'], train).raise_if_failed()

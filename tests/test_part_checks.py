@@ -1,5 +1,6 @@
 "Checks of parts: attention, heads, masks and layers. Correct ones pass by every convention, wrong ones fail where they should."
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -104,6 +105,14 @@ def test_fully_masked_queries():
     assert 'fully masked' in check_attention(sdpa).not_applicable
 
 
+def test_checks_that_do_not_apply_can_be_skipped():
+    check_attention(sdpa, skip=['weights', 'fully masked']).raise_if_failed(strict=True)
+    torch_heads = nn.MultiheadAttention(24, 4, batch_first=True)
+    check_multi_head(torch_heads, 24, 4, skip=['equation']).raise_if_failed(strict=True)
+    with pytest.raises(ValueError, match='unknown checks'):
+        check_attention(sdpa, skip=['weight'])
+
+
 # --- heads
 
 def module(change=None):
@@ -119,6 +128,11 @@ def test_correct_heads_pass():
     check_multi_head(heads, 24, 4, projections=projections).raise_if_failed(strict=True)
     torch_heads = nn.MultiheadAttention(24, 4, batch_first=True)
     assert check_multi_head(torch_heads, 24, 4).raise_if_failed().not_applicable == ['equation']
+    thirds = [partial(F.linear, weight=weight, bias=bias)
+              for weight, bias in zip(torch_heads.in_proj_weight.chunk(3), torch_heads.in_proj_bias.chunk(3))]
+    projections = (*thirds, torch_heads.out_proj)
+    check_multi_head(torch_heads, 24, 4, projections=projections).raise_if_failed(strict=True)
+    assert not check_multi_head(torch_heads, 24, 4, projections=(thirds[1], thirds[0], *projections[2:]))
 
 
 def view_only(heads):
@@ -157,9 +171,11 @@ def added(ids):
     return torch.zeros(3, 1, 5, 5).masked_fill(~ours(ids), -math.inf)
 
 
-@pytest.mark.parametrize('make_mask', [ours, inverted, added])
-def test_correct_masks_pass_by_every_convention(make_mask):
-    check_mask(make_mask, causal=True).raise_if_failed(strict=True)
+@pytest.mark.parametrize('make_mask, convention', [
+    (ours, 'True: may attend'), (inverted, 'True: masked'), (added, 'added to the logits')])
+def test_correct_masks_pass_and_their_convention_is_reported(make_mask, convention):
+    report = check_mask(make_mask, causal=True).raise_if_failed(strict=True)
+    assert report['runs'].observed.endswith(convention)
 
 
 def test_masks_of_one_kind_pass():
@@ -221,6 +237,14 @@ def test_layers_with_other_norms_pass(kind, norm):
     layer.residual2.norm = kind(24)
     check_layer(layer, 24, norm).raise_if_failed()
     assert not check_layer(layer, 24, 'pre' if norm == 'post' else 'post')
+
+
+def test_a_layer_with_a_large_epsilon_passes():
+    "Keras adds 1e-3."
+    layer = EncoderLayer(24, 4, 40, 0.1)
+    layer.residual1.norm = nn.LayerNorm(24, eps=1e-3)
+    layer.residual2.norm = nn.LayerNorm(24, eps=1e-3)
+    check_layer(layer, 24, 'post').raise_if_failed(strict=True)
 
 
 class AfterTheNorm(Residual):

@@ -87,6 +87,24 @@ def test_of_a_folder_only_the_files_of_the_languages_count(tmp_path):
     assert found == {f'data_dir/{name}': tmp_path / name for name in ('train.de.gz', 'train.en')}
 
 
+def test_a_new_file_in_a_data_folder_is_refused_by_name(tmp_path):
+    "Beside train.en, a new train.en.gz would be read instead."
+    data = tmp_path / 'data'
+    data.mkdir()
+    for name in ('train.en', 'train.de'):
+        (data / name).write_text('x')
+    config = replace(make_run('pairs.tsv'), corpus=CorpusConfig('multi30k', pair='en-de', data_dir=data))
+    out = tmp_path / 'run'
+    claim_folder(out, config)
+    (data / 'notes.txt').write_text('mine')
+    claim_folder(out, config)
+    (data / 'train.en.gz').write_bytes(gzip.compress(b'x'))
+    with pytest.raises(ValueError, match='train.en.gz is new.*--start-from'):
+        claim_folder(out, config)
+    (data / 'train.en.gz').unlink()
+    claim_folder(out, config)
+
+
 def test_a_run_without_a_record_of_its_data_resumes(table, tmp_path):
     "`run.json` of a version before the record."
     out = tmp_path / 'run'
@@ -205,7 +223,7 @@ def test_overwriting_keeps_a_model_card_that_was_edited(table, tmp_path):
 
 def test_differences_are_nested():
     assert differences({'a': {'b': 1}, 'c': 2}, {'a': {'b': 2}, 'd': 3}) == [
-        'a.b was 1 and is now 2', "c was 2 and is now 'absent'", "d was 'absent' and is now 3"]
+        'a.b was 1 and is now 2', 'c was 2 and is now not set', 'd was not set and is now 3']
 
 
 # --- the lock

@@ -53,6 +53,20 @@ def test_a_log_file_gets_lines_instead_of_bars(is_terminal, monkeypatch):
         assert len(lines) == 4 and '30/100' in lines[0] and '100/100' in lines[-1], lines
 
 
+def test_a_bar_takes_the_arguments_of_tqdm(monkeypatch):
+    stderr, own = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, 'stderr', stderr)
+    assert list(new_bar(range(3))) == [0, 1, 2]
+    assert list(new_bar('abc', 'letters', 3)) == ['a', 'b', 'c']
+    assert [line.split('|')[0] for line in stderr.getvalue().splitlines()] == ['100%', 'letters: 100%']
+    assert list(new_bar(range(3), file=own, mininterval=0)) == [0, 1, 2]
+    assert '\r' in own.getvalue() and len(stderr.getvalue().splitlines()) == 2
+    assert new_bar(range(3), disable=None).disable # tqdm: None switches a bar off where there is no terminal
+    with new_bar(total=2, leave=False) as bar:
+        bar.update(2)
+    assert len(stderr.getvalue().splitlines()) == 2
+
+
 def test_validations_stand_between_the_lines_of_a_log_file(tmp_path, capsys):
     log = RunLog(tmp_path)
     with log.open_bar():
