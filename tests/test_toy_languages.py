@@ -555,3 +555,12 @@ def test_names_shadow_no_builtin():
     from annotated_transformer import toy_grammar, toy_languages, toy_words
     for module, name in product((toy_grammar, toy_languages, toy_words), dir(builtins)):
         assert name not in module.__all__
+
+def test_lists_of_every_size_begin_with_the_same_pairs_and_belong_to_the_caller():
+    longer = toy_ende('train', seed=8, n=30)
+    assert toy_ende('train', seed=8, n=10) == longer[:10]
+    assert toy_ende('train', seed=8, n=40)[:30] == longer
+    expected = list(longer)
+    for n in (50, 30, 50):
+        toy_ende('train', seed=8, n=n).clear()
+    assert toy_ende('train', seed=8, n=30) == expected
