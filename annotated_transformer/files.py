@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 @contextlib.contextmanager
-def atomic_open(path: str | Path, mode: str = 'wb', **options) -> Iterator:
+def atomic_open(path: str | Path, mode: str = 'wb', **options) -> Iterator[Any]:
     """Open a file for writing that takes its name only when the block ends without an error.
 
     On any failure the old file stays. The new file gets the mode of the old one. A device or a pipe is written to

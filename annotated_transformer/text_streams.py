@@ -211,7 +211,7 @@ class SentenceSplitter:
         self.report = InputReport(max_tokens=0, strict=strict) # only for `read`, which needs no limit
         self.n_sentences = deque() # of each line whose translation is not complete
 
-    def split(self, lines: Iterable) -> Iterator:
+    def split(self, lines: Iterable) -> Iterator[Any]:
         "Yield the sentences of all lines. A blank line is one empty sentence. `FLUSH` is passed on."
         for line in lines:
             if line is FLUSH:

@@ -35,7 +35,7 @@ def is_table(path: Path) -> bool:
     lines = [line for line in islice(raw_lines(path), 20) if line.strip()]
     return bool(lines) and all(b'\t' in line.strip() for line in lines)
 
-def in_column(lines: Iterable, column: int, strict: bool) -> Iterator:
+def in_column(lines: Iterable, column: int, strict: bool) -> Iterator[Any]:
     """Yield the cells of one column of a table. Warns at the end if rows do not have it.
 
     :param lines: bytes, text or `FLUSH`
@@ -67,7 +67,7 @@ def in_column(lines: Iterable, column: int, strict: bool) -> Iterator:
 SENTENCE_BREAK = re.compile(r'[.!?]["”»]?\s+(?=[A-ZÀ-Þ])')
 N_BREAKS = 2 # in a line that is reported: one may be an abbreviation, as in "Mr. Smith"
 
-def watched(lines: Iterable, is_new: bool, is_split: bool) -> Iterator:
+def watched(lines: Iterable, is_new: bool, is_split: bool) -> Iterator[Any]:
     """Yield the lines. Warns at the end if there was no text, or if some seem to hold several sentences or columns.
 
     :param lines: bytes, text or `FLUSH`
