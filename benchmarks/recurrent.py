@@ -1,24 +1,24 @@
 #!/usr/bin/env python3
-"""Compare the Transformer with LSTMs with attention that have as many parameters, on the same batches.
+"""Compare Transformers with LSTMs with attention that have as many parameters, on the same batches. Page 44 reads the
+record.
 
-    python benchmarks/recurrent.py # toy EN-DE: rates, training, decoding; about 20 minutes of one core
-    python benchmarks/recurrent.py --corpus multi30k --data-dir ../shared/data/multi30k --minutes 8
-    python benchmarks/recurrent.py --corpus multi30k --data-dir ../shared/data/multi30k \
-        --only 'LSTM, general' --rate 0.008 --minutes 2 --slice 30
-    python benchmarks/recurrent.py --seeds 2 3 4 5 6 --minutes 0.6  # two models, several seeds: 7 minutes of one core
-    python benchmarks/recurrent.py --seeds 7 8 9 10 11 --minutes 1.2
-    python benchmarks/recurrent.py --minutes 0.1 --sweep-steps 20 --sentences 20 --out /tmp/recurrent.json
+    python benchmarks/recurrent.py --sweep                               # learning rates: 6 minutes of one core
+    python benchmarks/recurrent.py --seeds 12 13 14 15 16 --minutes 1.2  # toy EN-DE: 20 minutes of one core
+    python benchmarks/recurrent.py --corpus multi30k --data-dir ../shared/data/multi30k --minutes 8 --slice 30
+    python benchmarks/recurrent.py --minutes 0.1 --slice 3 --sentences 20 --out /tmp/recurrent.json # a copy: to try it
 
-Each model's time is the processor time of its optimizer steps, with one thread, without validation and decoding. The
-models train in turns, `--slice` seconds each, so that a slow phase of the machine affects all of them. The peak
-learning rate of each family is the best of several, by the loss on `val` of toy EN-DE after `--sweep-steps` steps;
-Multi30k takes it from the record. Results are added to the record after every round. Ctrl-C ends the training after
-the current round, and the models are scored. Learning rates that are in the record are not tried again.
+`--sweep` trains each model of toy EN-DE for 200 steps at five peak learning rates, and keeps the losses on `val`. All
+other runs use the best of each model; Multi30k takes it from the same sweep. Without `--sweep`, one model of each kind
+is trained with every seed. The models of a seed train in turns, `--slice` seconds each, so that a slow phase of the
+machine affects all of them. Time is the processor time of optimizer steps, with one thread, without validation and
+translation. Every finished seed is added to the record at once, and replaces runs of the same model and seed. Ctrl-C ends the training after the current turn, and
+the models are scored.
 """
 import argparse
 import json
 import re
 import time
+from bisect import bisect_left
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -29,61 +29,79 @@ from annotated_transformer.batches import BatchLoader, encode_pairs
 from annotated_transformer.checkpoints import build_model
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.files import atomic_write
-from annotated_transformer.kernels import accelerate
+from annotated_transformer.kernels import LossModule, accelerate, validate
 from annotated_transformer.recipe import default_run
 from annotated_transformer.recurrent import RecurrentConfig
+from annotated_transformer.relative_positions import RelativeConfig
 from annotated_transformer.run_log import catch_signals
-from annotated_transformer.score_report import score_by_length
+from annotated_transformer.score_report import score_groups
 from annotated_transformer.scoring import score
-from annotated_transformer.trainer import LossModule, seed_step, train_step, validate
+from annotated_transformer.trainer import seed_step, train_step
 from annotated_transformer.training import learning_rate, make_optimizer
-from annotated_transformer.transformer import count_parameters
+from annotated_transformer.transformer import TransformerConfig, count_parameters
 from annotated_transformer.translator import Translator
 from annotated_transformer.vocabulary import train_tokenizer
 from record import RESULTS, about
 
-SEED, WARMUP = 1, 100
-# tried as the highest, by family
-RATES = {'Transformer': (2e-3, 4e-3, 8e-3), 'LSTM': (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)}
-OWN = {'toy-ende': {}, 'multi30k': dict(vocab_size=4000, dropout=0.2)} # Multi30k's recipe trains for far longer
+ORIGINAL = 'Transformer, post-norm, sinusoidal'
+MODERN = 'Transformer, pre-norm, rotary'
+ADDITIVE = 'LSTM, additive'
+GENERAL = 'LSTM, general'
+MODELS = {'toy-ende': (ORIGINAL, MODERN, ADDITIVE), 'multi30k': (MODERN, ADDITIVE, GENERAL)}
+RATES = {ORIGINAL: (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), # five peak learning rates for each model, a factor of 2 apart
+         MODERN: (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2),
+         ADDITIVE: (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)}
+GENERAL_RATE = 8e-3 # at twice this rate, it learned more slowly on Multi30k
+WARMUP = 100
+SWEEP_SEED = 1
+OWN = {'toy-ende': {}, 'multi30k': {'vocab_size': 4000, 'dropout': 0.2}} # Multi30k's recipe trains for far longer
 TESTS = {'toy-ende': ('test', 'test_long'), 'multi30k': ('test_2016_flickr',)}
-# words of the longest reference in each group but the last
-EDGES = {'toy-ende': (6, 9, 12, 16, 20, 24), 'multi30k': (7, 10, 13, 16, 20)}
+EDGES = (7, 11, 15, 19, 23) # words of the longest source sentence in each group but the last
 
 
 class Task:
-    "A corpus as ids, and the settings of three models with the same number of parameters."
+    "A corpus as ids, and the settings of models with the same number of parameters."
     def __init__(self, name, data_dir):
         config = CorpusConfig(name, pair='en-de', data_dir=data_dir)
         run = default_run(config)
-        model = replace(run.model, **OWN[name])
         self.corpus = load_corpus(config)
-        self.tokenizer = train_tokenizer('bpe', self.corpus['train'], self.corpus.langs, model.vocab_size)
-        self.training = replace(run.training, warmup_steps=WARMUP, seed=SEED)
-        transformer = replace(model, vocab_size=len(self.tokenizer))
-        self.models = {'Transformer': transformer} | {
-            f'LSTM, {attention}': self.equal(transformer, attention) for attention in ('additive', 'general')}
-        self.train, val = (encode_pairs(self.corpus[s], self.tokenizer, self.corpus.langs, transformer.max_len)
-                           for s in ('train', 'val'))
+        sizes = asdict(replace(run.model, **OWN[name]))
+        self.tokenizer = train_tokenizer('bpe', self.corpus['train'], self.corpus.langs, sizes['vocab_size'])
+        sizes['vocab_size'] = len(self.tokenizer)
+        self.training = replace(run.training, warmup_steps=WARMUP)
+        modern = RelativeConfig(**sizes | {'norm': 'pre', 'positions': 'rotary'})
+        models = {ORIGINAL: TransformerConfig(**sizes | {'norm': 'post', 'positions': 'sinusoidal'}), MODERN: modern,
+                  ADDITIVE: equal_size(modern, 'additive'), GENERAL: equal_size(modern, 'general')}
+        self.models = {model: models[model] for model in MODELS[name]}
+        self.train, val = (encode_pairs(self.corpus[split], self.tokenizer, self.corpus.langs, modern.max_len)
+                           for split in ('train', 'val'))
         self.val = list(BatchLoader(val, 4000, shuffle=False).epoch(0))
 
-    def equal(self, transformer, attention):
-        "Return the recurrent configuration whose number of parameters is closest to the Transformer's."
-        wanted, c = count_parameters(build_model(transformer)), transformer
-        configs = [RecurrentConfig(c.vocab_size, 2, d, attention, c.dropout, c.max_len)
-                   for d in range(c.d_model, 2*c.d_model, 2)]
-        return min(configs, key=lambda config: abs(count_parameters(build_model(config)) - wanted))
+def equal_size(transformer, attention):
+    "Return the recurrent configuration whose number of parameters is closest to the Transformer's."
+    wanted = count_parameters(build_model(transformer))
+    c = transformer
+    configs = [RecurrentConfig(c.vocab_size, 2, d_model, attention, c.dropout, c.max_len)
+               for d_model in range(c.d_model, 2 * c.d_model, 2)]
+    return min(configs, key=lambda config: abs(count_parameters(build_model(config)) - wanted))
 
 
 class Learner:
     "One model in training."
-    def __init__(self, task, config, rate, seed=SEED):
+    def __init__(self, task, config, rate, seed):
         torch.manual_seed(seed)
-        self.task, self.rate, self.seed, self.model = task, rate, seed, accelerate(build_model(config))
-        self.step, self.tokens, self.seconds = 0, 0, 0.
-        self.optimizer, self.objective = make_optimizer(self.model), LossModule(self.model, task.training)
+        self.task = task
+        self.rate = rate
+        self.seed = seed
+        self.model = accelerate(build_model(config))
+        self.step = 0
+        self.tokens = 0
+        self.seconds = 0.0
+        self.curve = []
+        self.optimizer = make_optimizer(self.model)
+        self.objective = LossModule(self.model, task.training)
         self.loader = BatchLoader(task.train, task.training.max_tokens, seed)
-        self.batches, self.curve = self.all_batches(), []
+        self.batches = self.all_batches()
 
     def all_batches(self):
         epoch = 0
@@ -93,147 +111,140 @@ class Learner:
 
     def update(self):
         "Train on one more batch."
-        c, batch, began = self.task.training, next(self.batches), time.process_time()
+        batch = next(self.batches)
+        settings = self.task.training
+        began = time.process_time()
         seed_step(self.seed, self.step + 1)
-        train_step(self.objective, [batch], self.optimizer,
-                   learning_rate(self.step + 1, self.rate, c.warmup_steps), c.max_grad_norm)
-        self.step, self.tokens, self.seconds = (
-            self.step + 1, self.tokens + batch.n_tokens, self.seconds + time.process_time() - began)
+        lr = learning_rate(self.step + 1, self.rate, settings.warmup_steps)
+        train_step(self.objective, [batch], self.optimizer, lr, settings.max_grad_norm)
+        self.seconds += time.process_time() - began
+        self.step += 1
+        self.tokens += batch.n_tokens
 
     def learn(self, until):
-        "Train until the model's time is over; then validate."
+        "Train until this many seconds are used; then validate."
         self.model.train()
-        while self.seconds < until: self.update()
-        return self.note()
-
-    def note(self):
+        while self.seconds < until:
+            self.update()
         loss = validate(self.model, self.task.val)
-        self.curve.append(dict(step=self.step, epochs=round(self.step / len(self.loader), 3), tokens=self.tokens,
-                               seconds=round(self.seconds, 2), val_loss=round(loss, 4)))
+        self.curve.append({'step': self.step, 'epochs': round(self.step / len(self.loader), 3), 'tokens': self.tokens,
+                           'seconds': round(self.seconds, 2), 'val_loss': round(loss, 4)})
         return loss
 
 
-def family(name): return name.split(',')[0]
-
-def sweep(task, steps, out):
-    "Add validation losses for each family and learning rate to the record; the additive LSTM stands for both."
-    found = join(out).get('sweep', {}).get('val_loss', {})
-    for name in ('Transformer', 'LSTM, additive'):
-        losses = found.setdefault(family(name), {})
-        for rate in RATES[family(name)]:
-            if f'{rate:g}' in losses: continue
-            learner = Learner(task, task.models[name], rate)
-            for _ in trange(steps, desc=f'{family(name)}, {rate:g}'): learner.update()
+def sweep(task, steps, out, models):
+    "Add the validation loss of each model at each of its learning rates to the record."
+    for name in models:
+        for rate in RATES[name]:
+            found = join(out).get('sweep', {'steps': steps, 'val_loss': {}})
+            losses = found['val_loss'].setdefault(name, {})
+            if f'{rate:g}' in losses:
+                continue
+            learner = Learner(task, task.models[name], rate, SWEEP_SEED)
+            for _ in trange(steps, desc=f'{name}, {rate:g}'):
+                learner.update()
             losses[f'{rate:g}'] = round(validate(learner.model, task.val), 4)
-            join(out, sweep=dict(steps=steps, val_loss=found))
+            join(out, sweep=found | {'seed': SWEEP_SEED} | about())
 
-def decode(task, learner, sentences):
-    "Return scores, also by length; decoding times; and the attention weights for one sentence."
-    translator, took = Translator(learner.model.eval(), task.tokenizer), {}
-    pairs = [pair for split in TESTS[task.corpus.name] for pair in task.corpus[split][:sentences]]
-    texts, references = map(list, zip(*pairs))
-    for how, beam in dict(greedy=1, beam=4).items():
-        began = time.process_time()
-        translations = translator.translate(texts, beam_size=beam)
-        seconds = time.process_time() - began
-        took[how] = dict(bleu=round(score(translations, references).bleu, 2), seconds=round(seconds, 2),
-                         sentences_per_second=round(len(texts)/seconds, 2))
-    src, tgt = max(task.corpus[TESTS[task.corpus.name][0]][:20], key=lambda pair: len(pair[0]))
+def length_group(text):
+    "Return the group of a source sentence."
+    names = [f'{low + 1}-{high}' for low, high in zip((0, *EDGES), EDGES)] + [f'{EDGES[-1] + 1}+']
+    return names[bisect_left(EDGES, len(text.split()))]
+
+def score_split(translator, pairs):
+    "Translate greedily; return BLEU, also by words of the source, and processor time."
+    texts = [src for src, _ in pairs]
+    references = [tgt for _, tgt in pairs]
+    began = time.process_time()
+    translations = translator.translate(texts, beam_size=1)
+    seconds = time.process_time() - began
+    groups = score_groups(translations, references, [length_group(text) for text in texts])
+    return {'sentences': len(pairs), 'bleu': round(score(translations, references).bleu, 2),
+            'sentences_per_second': round(len(pairs) / seconds, 1),
+            'by_words': {name: {'sentences': part.sentences, 'bleu': round(part.bleu, 2)}
+                         for name, part in groups.items()}}
+
+def cross_attention(translator, pairs):
+    "Return the mean cross-attention weights of the longest of 20 pairs, and its tokens."
+    src, tgt = max(pairs[:20], key=lambda pair: len(pair[0]))
     seen = translator.attention(src, tgt)
-    looked = dict(src=seen.src, tgt=seen.tgt,
-                  cross=[[[round(w, 3) for w in row] for row in layer] for layer in seen.cross.mean(1).tolist()])
-    groups = score_by_length(translations, references, EDGES[task.corpus.name])
-    return dict(**took, looked=looked,
-                by_length={name: dict(bleu=part.bleu, chrf=part.chrf, sentences=part.sentences)
-                           for name, part in groups.items()})
+    weights = [[round(weight, 3) for weight in row] for row in seen.cross.mean(1)[-1].tolist()]
+    return {'src': seen.src, 'tgt': seen.tgt, 'weights': weights}
 
-def figures(task, learners, rates, decoded):
-    "Return each model's part of the record."
-    return {name: dict(settings=asdict(task.models[name]), parameters=count_parameters(of.model),
-                       peak_lr=rates[family(name)], curve=of.curve,
-                       tokens_per_second=round(of.tokens / of.seconds, 1), **decoded.get(name, {}))
-            for name, of in learners.items()}
+def result(name, learner, minutes, sentences):
+    "Return a run's part of the record."
+    task = learner.task
+    translator = Translator(learner.model.eval(), task.tokenizer)
+    run = {'model': name, 'seed': learner.seed, 'minutes': minutes,
+           'tokens_per_second': round(learner.tokens / learner.seconds, 1)}
+    for split in TESTS[task.corpus.name]:
+        run[split] = score_split(translator, task.corpus[split][:sentences])
+    if name == ADDITIVE:
+        run['cross_attention'] = cross_attention(translator, task.corpus[TESTS[task.corpus.name][0]])
+    return run | {'curve': learner.curve}
 
 def join(path, **parts):
     "Add parts to the record, and return it."
-    record = json.loads(path.read_text('utf-8')) if path.is_file() else dict(name='recurrent')
+    record = json.loads(path.read_text('utf-8')) if path.is_file() else {'name': 'recurrent'}
     record |= parts
-    # a row of numbers is a line
-    text = re.sub(r'\[[\s\d.,]+\]', lambda rows: ' '.join(rows[0].split()), json.dumps(record, indent=1))
-    if parts: atomic_write(path, text + '\n')
+    # a row of numbers, and a point of a curve, takes a line
+    text = re.sub(r'\[[\s\d.,]+\]|\{[^{}[\]]+\}', lambda rows: ' '.join(rows[0].split()), json.dumps(record, indent=1))
+    assert json.loads(text) == record
+    if parts:
+        atomic_write(path, text + '\n')
     return record
 
-def try_rate(task, args):
-    "Add one model's training curve at another learning rate to the record."
-    learner = Learner(task, task.models[args.only], args.rate)
-    for i in trange(1, 1 + round(60*args.minutes / args.slice), desc=f'{args.only}, {args.rate:g}'):
-        learner.learn(i * args.slice)
-    found = dict(model=args.only, peak_lr=args.rate, command=about()['command'], curve=learner.curve)
-    held = join(args.out)[args.corpus]
-    join(args.out, **{args.corpus: held | dict(other_rates=held.get('other_rates', []) + [found])})
-
-def compare_seeds(task, args):
-    "Train the Transformer and the additive LSTM with each seed for the same time; add losses and BLEU to the record."
-    found = join(args.out).get('seeds', {'runs': []})
-    keys = ('model', 'seed', 'minutes')
-    rates = {name: float(min(losses, key=losses.get)) for name, losses in join(args.out)['sweep']['val_loss'].items()}
+def compare(task, rates, args):
+    "Train the models with each seed, in turns; add them to the record, which keeps all other runs."
+    kept = {name: getattr(task.training, name)
+            for name in ('max_tokens', 'warmup_steps', 'label_smoothing', 'max_grad_norm')}
+    n_turns = max(1, round(60 * args.minutes / args.slice))
     for seed in args.seeds:
-        for name in ('Transformer', 'LSTM, additive'):
-            if [name, seed, args.minutes] in [[run[key] for key in keys] for run in found['runs']]:
-                continue
-            learner = Learner(task, task.models[name], rates[family(name)], seed)
-            loss = learner.learn(60 * args.minutes)
-            run = {'seed': seed, 'model': name, 'minutes': args.minutes, 'val_loss': round(loss, 4),
-                   'step': learner.step, 'tokens': learner.tokens}
-            translator = Translator(learner.model.eval(), task.tokenizer)
-            for split in TESTS['toy-ende']:
-                pairs = task.corpus[split][:args.sentences or 300]
-                translations = translator.translate([src for src, _ in pairs], beam_size=1)
-                run[split] = round(score(translations, [tgt for _, tgt in pairs]).bleu, 2)
-            found['runs'].append(run)
-            join(args.out, seeds=found | about())
-            print(run, flush=True)
+        learners = {name: Learner(task, task.models[name], rates[name], seed) for name in args.models}
+        with catch_signals() as received:
+            for turn in tqdm(range(1, 1 + n_turns), desc=f'{task.corpus.name}, seed {seed}', unit='turn'):
+                if received:
+                    break
+                losses = {name: learner.learn(60 * args.minutes * turn / n_turns) for name, learner in learners.items()}
+                tqdm.write('  '.join(f'{name} {loss:.3f}' for name, loss in losses.items()))
+        runs = [result(name, learner, args.minutes, args.sentences) for name, learner in learners.items()]
+        part = join(args.out).get(task.corpus.name, {'models': {}, 'runs': []})
+        part['models'] |= {name: {'settings': asdict(task.models[name]), 'peak_lr': rates[name],
+                                  'parameters': count_parameters(learners[name].model)} for name in args.models}
+        part['runs'] = [run for run in part['runs'] if run['seed'] != seed or run['model'] not in args.models] + runs
+        join(args.out, **{task.corpus.name: part | about() | {'training': kept}})
+        for run in runs:
+            print(run['model'], {split: run[split]['bleu'] for split in TESTS[task.corpus.name]}, flush=True)
+        if received:
+            return
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--corpus', choices=list(TESTS), default='toy-ende')
     parser.add_argument('--data-dir', type=Path, help='where Multi30k lies')
-    parser.add_argument('--minutes', type=float, default=3., help='of training for each model (3)')
-    parser.add_argument('--slice', type=float, default=20.,
-                        help='seconds that one model learns before it is the next one\'s turn (20)')
-    parser.add_argument('--sweep-steps', type=int, default=200,
-                        help='updates for each learning rate that is tried (200)')
+    parser.add_argument('--sweep', action='store_true', help='try the learning rates of toy EN-DE that are missing')
+    parser.add_argument('--sweep-steps', type=int, default=200, help='updates for each learning rate (200)')
+    parser.add_argument('--models', nargs='+', help='names of models; all unless given')
+    parser.add_argument('--seeds', type=int, nargs='+', default=[1], help='train all models with each of them (1)')
+    parser.add_argument('--minutes', type=float, default=1.2, help='of training for each model (1.2)')
+    parser.add_argument('--slice', type=float, default=9.0, help='seconds of a turn (9)')
     parser.add_argument('--sentences', type=int, help='of each test split to translate; all unless given')
-    parser.add_argument('--seeds', type=int, nargs='+', help='train two models with each of these seeds (toy EN-DE)')
-    parser.add_argument('--only', help='one model, to learn alone at --rate and not be scored: was the rate to blame?')
-    parser.add_argument('--rate', type=float, help='its highest rate')
     parser.add_argument('--out', type=Path, default=RESULTS / 'recurrent.json',
                         help='the record (results/recurrent.json)')
     args = parser.parse_args()
     torch.set_num_threads(1)
-    task, decoded = Task(args.corpus, args.data_dir), {}
-    if args.only: return try_rate(task, args)
-    if args.seeds: return compare_seeds(task, args)
-    if args.corpus == 'toy-ende': sweep(task, args.sweep_steps, args.out)
-    if 'sweep' not in (record := join(args.out)): parser.error('the rates are found on toy EN-DE: run that first')
-    rates = {name: float(min(losses, key=losses.get)) for name, losses in record['sweep']['val_loss'].items()}
-    learners = {name: Learner(task, config, rates[family(name)]) for name, config in task.models.items()}
-    told = about() | dict(seed=SEED, tests=TESTS[args.corpus],
-                          training={name: getattr(task.training, name)
-                                    for name in ('max_tokens', 'warmup_steps', 'label_smoothing', 'max_grad_norm')})
-    held = join(args.out).get(args.corpus, {}) # other rates, say, that were tried
-    def write(): join(args.out, **{args.corpus: held | dict(told, models=figures(task, learners, rates, decoded))})
-    with catch_signals() as received:
-        for i in tqdm(range(1, 1 + max(1, round(60*args.minutes / args.slice))), desc=args.corpus, unit='round'):
-            if received:
-                break
-            losses = {name: learner.learn(i * args.slice) for name, learner in learners.items()}
-            write()
-            tqdm.write(f'{i * args.slice:6.0f} s  ' + '  '.join(f'{name} {loss:.3f}' for name, loss in losses.items()))
-    for name, learner in learners.items():
-        decoded[name] = decode(task, learner, args.sentences)
-        write()
-        print(f'{name:16}', {k: v for k, v in decoded[name].items() if k in ('greedy', 'beam')})
+    task = Task(args.corpus, args.data_dir)
+    if args.sweep:
+        return sweep(task, args.sweep_steps, args.out, RATES)
+    args.models = args.models or list(task.models)
+    losses = join(args.out).get('sweep', {}).get('val_loss', {})
+    rates = {name: float(min(found, key=found.get)) for name, found in losses.items()} | {GENERAL: GENERAL_RATE}
+    for name in args.models:
+        if name not in task.models:
+            parser.error(f'model {name!r} is unknown: choose from {", ".join(task.models)}')
+        if name not in rates:
+            parser.error(f'the record has no learning rate of {name}: run --sweep on toy EN-DE first')
+    compare(task, rates, args)
 
 if __name__ == '__main__':
     main()
