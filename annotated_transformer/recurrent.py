@@ -109,7 +109,7 @@ class AlignmentModel(nn.Module):
         """
         if not self.is_additive:
             return query @ keys.mT
-        hidden = (self.q_proj(query)[:, :, None] + keys[:, None]).tanh()
+        hidden = (self.q_proj(query)[:, :, None] + keys[:, None]).tanh() # (s, k, n, d_model)
         return self.score(hidden)[..., 0]
 
 class RecurrentSteps:

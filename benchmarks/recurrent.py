@@ -11,8 +11,8 @@ record.
 other runs use the best of each model; Multi30k takes it from the same sweep. Without `--sweep`, one model of each kind
 is trained with every seed. The models of a seed train in turns, `--slice` seconds each, so that a slow phase of the
 machine affects all of them. Time is the processor time of optimizer steps, with one thread, without validation and
-translation. Every finished seed is added to the record at once, and replaces runs of the same model and seed. Ctrl-C ends the training after the current turn, and
-the models are scored.
+translation. Every finished seed is added to the record at once, and replaces runs of the same models and seed. Ctrl-C
+ends the training after the current turn, and the models are scored.
 """
 import argparse
 import json
@@ -212,7 +212,8 @@ def compare(task, rates, args):
         part['models'] |= {name: {'settings': asdict(task.models[name]), 'peak_lr': rates[name],
                                   'parameters': count_parameters(learners[name].model)} for name in args.models}
         part['runs'] = [run for run in part['runs'] if run['seed'] != seed or run['model'] not in args.models] + runs
-        join(args.out, **{task.corpus.name: part | about() | {'training': kept}})
+        seeds = sorted({run['seed'] for run in part['runs']})
+        join(args.out, **{task.corpus.name: part | about() | {'seeds': seeds, 'training': kept}})
         for run in runs:
             print(run['model'], {split: run[split]['bleu'] for split in TESTS[task.corpus.name]}, flush=True)
         if received:

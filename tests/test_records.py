@@ -23,6 +23,7 @@ import mbr
 import paired
 import recipe
 import record
+import recurrent
 import serving
 
 from annotated_transformer.batches import collate, encode_pairs
@@ -374,3 +375,35 @@ def test_adversaries_start_from_the_model_itself():
     assert of_weights.shape == (4, 4) and (of_weights > 0.1).all() and (of_output > 0).all() and (kl > 0).all()
     best = attention_adversaries.alignment_error(pairs, translator, old[0])
     assert best < 0.3 < attention_adversaries.alignment_error(pairs, translator, old[0].flip(-1))
+
+
+# --- the recurrent baseline
+
+def test_every_model_of_the_recurrent_comparison_is_tuned_equally():
+    found = json.loads((record.RESULTS / 'recurrent.json').read_text('utf-8'))
+    losses = found['sweep']['val_loss']
+    assert list(losses) == list(recurrent.RATES) == list(found['toy-ende']['models'])
+    for name, by_rate in losses.items():
+        rates = [float(rate) for rate in by_rate]
+        assert rates == list(recurrent.RATES[name]) and len(rates) == 5
+        best = min(by_rate, key=by_rate.get)
+        assert best not in (min(by_rate, key=float), max(by_rate, key=float)), f'{name}: the best rate is at the edge'
+        assert found['toy-ende']['models'][name]['peak_lr'] == float(best)
+    assert Counter((run['model'], run['seed']) for run in found['toy-ende']['runs']) == Counter(
+        (name, seed) for name in losses for seed in range(12, 17))
+
+
+def test_source_lengths_of_the_recurrent_comparison():
+    names = [recurrent.length_group(' '.join(['a'] * n)) for n in (1, 7, 8, 15, 16, 23, 24, 40)]
+    assert names == ['1-7', '1-7', '8-11', '12-15', '16-19', '20-23', '24+', '24+']
+
+
+def test_the_recurrent_record_keeps_its_other_parts(tmp_path):
+    path = tmp_path / 'recurrent.json'
+    curve = [{'step': 1, 'val_loss': 2.5}, {'step': 2, 'val_loss': 1.5}]
+    recurrent.join(path, sweep={'steps': 200})
+    recurrent.join(path, multi30k={'runs': [{'curve': curve, 'weights': [[0.5, 0.5]], 'text': '{"a": [1]}'}]})
+    assert recurrent.join(path) == json.loads(path.read_text('utf-8')) == {
+        'name': 'recurrent', 'sweep': {'steps': 200},
+        'multi30k': {'runs': [{'curve': curve, 'weights': [[0.5, 0.5]], 'text': '{"a": [1]}'}]}}
+    assert '{ "step": 1, "val_loss": 2.5 }' in path.read_text('utf-8')
