@@ -70,19 +70,20 @@ def test_100_sentences_give_the_same_tokens_and_log_probabilities(shipped, src):
     assert [h.ids for h in drawn[1]] == [h.ids for h in drawn[0]]
 
 
-@pytest.mark.parametrize('config', [
-    TransformerConfig(**SIZES, norm='pre', positions='learned', d_k=3, d_v=5),
-    RelativeConfig(**SIZES, positions='rotary'),
-    MarianConfig(**SIZES, scale_embedding=False),
-    None,
-], ids=['pre-norm, learned positions, d_k and d_v', 'rotary', 'marian', 'pruned'])
-def test_other_kinds_of_models(tmp_path, config):
-    if config:
-        model = random_model(config)
-    else:
-        all_of_a_layer = [Head('decoder.layers.0.self_attention', i) for i in range(4)]
-        model = prune_heads(random_model(TransformerConfig(**SIZES | {'n_layers': 2})), [
-            *all_of_a_layer, Head('decoder.layers.1.cross_attention', 2), Head('encoder.layers.0.self_attention', 0)])
+ALL_OF_A_LAYER = [Head('decoder.layers.0.self_attention', i) for i in range(4)]
+SOME_HEADS = [Head('decoder.layers.1.cross_attention', 2), Head('encoder.layers.0.self_attention', 0)]
+
+
+@pytest.mark.parametrize('config, pruned', [
+    (TransformerConfig(**SIZES | {'n_layers': 2}, norm='pre', positions='learned', d_k=3, d_v=5),
+     ALL_OF_A_LAYER + SOME_HEADS),
+    (RelativeConfig(**SIZES, positions='rotary'), []),
+    (MarianConfig(**SIZES, scale_embedding=False), []),
+], ids=['pre-norm, learned positions, d_k and d_v, pruned', 'rotary', 'marian'])
+def test_other_kinds_of_models(tmp_path, config, pruned):
+    model = random_model(config)
+    if pruned:
+        model = prune_heads(model, pruned)
     Translator(model, WORDS).save(tmp_path / 'model')
     exported = OnnxModel(export_onnx(tmp_path / 'model', tmp_path / 'onnx'))
     rows = [[*torch.randint(4, len(WORDS), (1 + i % 7,)).tolist(), EOS] for i in range(20)]
