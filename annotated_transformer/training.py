@@ -2,7 +2,7 @@
 
 """Training: write the training loop, train a small translator with it, and diagnose failing runs from their loss."""
 
-__all__ = ['paper_peak_lr', 'learning_rate', 'make_optimizer', 'set_lr', 'label_smoothing_loss', 'batch_loss', 'train_step',
+__all__ = ['paper_peak_lr', 'learning_rate', 'label_smoothing_loss', 'make_optimizer', 'set_lr', 'batch_loss', 'train_step',
            'validate', 'perplexity', 'train', 'average_weights']
 
 import math
@@ -36,15 +36,6 @@ def learning_rate(step: int, peak_lr: float, warmup_steps: int) -> float:
     decay = (warmup_steps / step) ** 0.5
     return peak_lr * min(warmup, decay)
 
-def make_optimizer(model: nn.Module) -> torch.optim.Adam:
-    "Return Adam with the hyperparameters of section 5.3. `train_step` sets the learning rate."
-    return torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    "Set the learning rate of all parameters."
-    for group in optimizer.param_groups:
-        group['lr'] = lr
-
 def label_smoothing_loss(
     logits: Float[Tensor, "*batch vocab_size"], targets: Int[Tensor, "*batch"], label_smoothing: float = 0.1,
     ignore_index: int | None = None,
@@ -58,11 +49,20 @@ def label_smoothing_loss(
     """
     log_probs = logits.log_softmax(-1)
     correct = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    average = log_probs.mean(-1) # over the vocabulary: (1/V) Σ log p, the second term
+    average = log_probs.mean(-1) # (1/V) Σ log p in the second term
     loss = -(1 - label_smoothing) * correct - label_smoothing * average
     if ignore_index is None:
         return loss.mean()
     return loss[targets != ignore_index].mean()
+
+def make_optimizer(model: nn.Module) -> torch.optim.Adam:
+    "Return Adam with the hyperparameters of section 5.3. `train_step` sets the learning rate."
+    return torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    "Set the learning rate of all parameters."
+    for group in optimizer.param_groups:
+        group['lr'] = lr
 
 def batch_loss(model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> Float[Tensor, ""]:
     """Return the loss with teacher forcing: the decoder reads the correct previous tokens.
