@@ -9,7 +9,7 @@ Page 40 reads the record.
 Each case is a kind of positions and a training set. `short` is the training split (at most 15 words). `joined` keeps
 10,000 pairs of it, and concatenates neighbouring pairs of the rest, so that lengths up to 31 words occur but no
 sentence is new. All models are trained on equally many target tokens. Every model is tested on three sets:
-`test`, `test_joined` (two or three sentences of `test`, concatenated) and `test_long`. Sinusoids are also tested on
+`test`, `test_joined` (two sentences of the kind of `test`, concatenated) and `test_long`. Sinusoids are also tested on
 `test` with positions that start behind the longest sentence of `short`. All cases are trained with the first seed, then
 with the second, and so on. Every finished run is added to the record at once, so you can stop the script at any time.
 The settings were chosen with other seeds.
@@ -73,9 +73,8 @@ def join_pairs(pairs, seed):
     return joined
 
 def join_by_length(pairs, sentences=60):
-    "Concatenate two or three neighbouring pairs: equally many for each group of lengths."
-    joined = [tuple(' '.join(texts) for texts in zip(*pairs[i:i + size]))
-              for size in (2, 3) for i in range(0, len(pairs) - size, size)]
+    "Concatenate two neighbouring pairs: equally many for each group of lengths."
+    joined = [tuple(' '.join(texts) for texts in zip(first, second)) for first, second in zip(pairs[::2], pairs[1::2])]
     found = []
     for shortest, longest in zip(EDGES[:-1], EDGES[1:]):
         found += [pair for pair in joined if shortest < n_words(pair[0]) <= longest][:sentences]
