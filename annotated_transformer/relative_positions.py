@@ -58,7 +58,7 @@ class RotaryAttention:
 
     @property
     def reference(self) -> 'RotaryAttention':
-        "The same rotation before the attention that returns its weights: for recording maps with fused kernels."
+        "The same rotation before the attention that returns its weights; `record_attention` uses it for fused kernels."
         recording = copy.copy(self)
         recording.attention_fn = attention
         return recording
@@ -66,7 +66,11 @@ class RotaryAttention:
 def alibi_slopes(
     n_heads: int,
 ) -> Float[Tensor, "heads"]:
-    "Return each head's slope: a geometric sequence that ends at 2**-8 (Press et al., 2022, section 3)."
+    """Return each head's slope: a geometric sequence that ends at 2**-8 (Press et al., 2022, section 3).
+
+    If `n_heads` is not a power of two, the authors' code interleaves two such sequences (issue 17 of their repository):
+    weights trained with it need its slopes.
+    """
     return 2 ** (-8 * torch.arange(1, n_heads + 1) / n_heads)
 
 def offsets(m: int, n: int, device: torch.device | str | None = None) -> Int[Tensor, "m n"]:
@@ -125,7 +129,7 @@ class RelativeConfig(TransformerConfig):
     positions: str = 'rotary'
 
     def __post_init__(self):
-        without_positions(self) # TransformerConfig checks all other fields
+        without_positions(self) # raises ValueError if any other field is wrong
         if self.positions not in RELATIVE_POSITIONS:
             raise ValueError(f'positions={self.positions!r} is unknown: choose one of {", ".join(RELATIVE_POSITIONS)}')
         if self.positions == 'rotary' and self.head_size % 2:
@@ -166,7 +170,7 @@ RELATIVE_POSITIONS = { # config -> attention functions of the encoder's and of t
 }
 
 class RelativeTransformer(Transformer):
-    "A Transformer whose self-attentions know relative positions; nothing is added to the embeddings."
+    "A Transformer with relative positions inside self-attention; nothing is added to the embeddings."
     def __init__(self, config: RelativeConfig):
         super().__init__(without_positions(config))
         self.config = config
