@@ -69,11 +69,12 @@ class RecurrentEncoder(nn.Module):
         :param x: embedded source
         :param lengths: tokens of each sentence, EOS included
         """
-        if not len(x): # in distributed training, a process without pairs still needs gradients: zeros
+        if not len(x): # a process without pairs in distributed training: its gradients are zeros
             x = x + 0 * sum(p.sum() for p in self.parameters())
             state = x.new_zeros(self.lstm.num_layers, 0, x.size(2))
             return x, state, state
-        packed = pack_padded_sequence(x, lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False)
+        lengths = lengths.clamp(min=1).cpu() # packing takes no empty sentences, and lengths on the CPU only
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         packed_output, (hidden, cell) = self.lstm(packed)
         output, _ = pad_packed_sequence(packed_output, batch_first=True, total_length=x.size(1))
         return output, concatenate_directions(hidden), concatenate_directions(cell)
@@ -132,9 +133,10 @@ class RecurrentSteps:
         for i, lstm_cell in enumerate(model.cells):
             self.hidden[i], self.cell[i] = lstm_cell(x, (self.hidden[i], self.cell[i]))
             x = model.dropout(self.hidden[i])
-        logits = model.alignment(x.unflatten(0, (-1, self.n_hypotheses)), self.keys)
+        query = x.unflatten(0, (-1, self.n_hypotheses))           # (s * k, d_model) to (s, k, d_model)
+        logits = model.alignment(query, self.keys)
         self.weights = logits.masked_fill(self.is_padding, torch.finfo(logits.dtype).min).softmax(-1)
-        context = (self.weights @ self.encoder_output).flatten(0, 1)
+        context = (self.weights @ self.encoder_output).flatten(0, 1) # (s * k, d_model) again
         self.attentional = model.dropout(model.combine(torch.cat([context, x], dim=-1)).tanh())
         return self.attentional
 
@@ -147,6 +149,7 @@ class RecurrentState(RecurrentSteps):
     "The state of a search, with the methods of `inference.DecoderState`."
     def reorder(self, parents: Int[Tensor, "s j"]) -> None:
         "Each sentence continues with j hypotheses; each is a copy of one of its k."
+        # the hypotheses of sentence i are k rows, from row i * k on
         first_row = torch.arange(len(parents), device=parents.device)[:, None] * self.n_hypotheses
         self.n_hypotheses = parents.size(1)
         self.select_hypotheses((first_row + parents).flatten())
