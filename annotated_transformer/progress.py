@@ -9,7 +9,7 @@ import time
 
 from tqdm.auto import tqdm
 
-Bar = tqdm # the class of a bar: a widget in notebooks, text elsewhere
+Bar = tqdm # for annotations: the class of a bar, a widget in notebooks and text elsewhere
 
 LINE_INTERVAL = 30 # seconds between two lines in a log file
 
@@ -30,7 +30,8 @@ class LineStream:
 
         tqdm writes each bar after a carriage return, and a newline by itself when the bar is closed.
         """
-        self.line = text.strip() or self.line
+        if text.strip(): # a newline by itself leaves the newest bar as it is
+            self.line = text.strip()
         is_due = text.endswith('\n') or time.monotonic() - self.time >= self.seconds
         if self.line and is_due:
             print(self.line, file=self.file, flush=True)
@@ -41,7 +42,7 @@ class LineStream:
         "Do nothing: each line is sent at once."
 
     def isatty(self) -> bool:
-        "Return False, so that `disable=None` switches the bar off, as tqdm documents it."
+        "Return False, so that `disable=None` switches the bar off, as tqdm's documentation describes."
         return False
 
 def is_notebook() -> bool:
@@ -64,4 +65,5 @@ def new_bar(
     """
     if file is None and not is_notebook() and not sys.stderr.isatty():
         file = LineStream(sys.stderr)
+        options.setdefault('position', 0) # a bar inside another one must not move the cursor
     return tqdm(iterable, desc=desc, total=total, leave=leave, file=file, **options)

@@ -67,6 +67,16 @@ def test_a_bar_takes_the_arguments_of_tqdm(monkeypatch):
     assert len(stderr.getvalue().splitlines()) == 2
 
 
+def test_a_bar_inside_another_one_prints_lines_in_a_log_file(monkeypatch):
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, 'stderr', stderr)
+    for _ in new_bar(range(2), 'outer', mininterval=0):
+        for _ in new_bar(range(3), 'inner', mininterval=0):
+            pass
+    lines = stderr.getvalue().splitlines()
+    assert [line.split('|')[0] for line in lines] == ['inner: 100%', 'inner: 100%', 'outer: 100%']
+
+
 def test_validations_stand_between_the_lines_of_a_log_file(tmp_path, capsys):
     log = RunLog(tmp_path)
     with log.open_bar():
