@@ -16,11 +16,11 @@ TABLE = sinusoids(64, 16)
 
 
 def test_correct_positions_pass():
-    check_positions(SinusoidalPositions(16, 64), 16, sinusoidal=True).raise_if_failed(strict=True)
-    check_positions(LearnedPositions(16, 64), 16).raise_if_failed()
+    check_positions(SinusoidalPositions(16, 64), 16).raise_if_failed(strict=True)
+    check_positions(LearnedPositions(16, 64), 16, sinusoidal=False).raise_if_failed()
 
     def other_order(x): return 4 * x + torch.cat([TABLE[:, 0::2], TABLE[:, 1::2]], dim=1)[:x.size(1)]
-    check_positions(other_order, 16, sinusoidal=True).raise_if_failed(strict=True)
+    check_positions(other_order, 16).raise_if_failed(strict=True)
 
 
 @pytest.mark.parametrize('positions, failed', [
@@ -34,16 +34,21 @@ def test_correct_positions_pass():
     (LearnedPositions(16, 20), ['runs']),
     (FeedForward(16, 20), ['added', 'distinct'])])
 def test_wrong_positions_fail(positions, failed):
-    assert check_positions(positions, 16).failed == failed
+    assert check_positions(positions, 16, sinusoidal=False).failed == failed
 
 
 @pytest.mark.parametrize('table', [2 * TABLE, sinusoids(64, 18)[:, :16], TABLE.cos()])
 def test_sinusoids_that_differ_from_the_formula_fail(table):
-    assert check_positions(lambda x: x + table[:x.size(1)], 16, sinusoidal=True).failed == ['formula']
+    assert check_positions(lambda x: x + table[:x.size(1)], 16).failed == ['formula']
+
+
+def test_one_length_cannot_be_compared_with_itself():
+    with pytest.raises(ValueError, match='n=5 must be more than 5'):
+        check_positions(SinusoidalPositions(16, 64), 16, n=5)
 
 
 def test_slow_positions_may_be_allowed():
-    report = check_positions(lambda x: x + sinusoids(x.size(1), 16), 16, stored=False)
+    report = check_positions(lambda x: x + sinusoids(x.size(1), 16), 16, sinusoidal=False, stored=False)
     assert not report.failed and report.not_applicable == ['formula', 'stored']
 
 
@@ -79,6 +84,17 @@ def test_batches():
     assert check_batch(F.pad(batch.src, (0, 3)), batch.tgt_in, batch.tgt_out).failed == ['width']
     without_eos = batch.tgt_out.masked_fill(batch.tgt_out == EOS, PAD)
     assert 'end' in check_batch(batch.src, batch.tgt_in, without_eos).failed
+
+
+def test_targets_padded_with_an_index_that_the_loss_ignores():
+    src = torch.tensor([[5, 6, EOS], [5, EOS, PAD]])
+    tgt_in = torch.tensor([[1, 7, 8, 9], [1, 4, EOS, PAD]])
+    tgt_out = torch.tensor([[7, 8, 9, EOS], [4, EOS, -100, -100]])
+    check_batch(src, tgt_in, tgt_out).raise_if_failed()
+    check_batch(src, tgt_in, tgt_out.masked_fill(tgt_out == -100, -1), ignore_index=-1).raise_if_failed()
+    assert check_batch(src, tgt_in, tgt_out, ignore_index=-1).failed
+    without_eos = tgt_out.masked_fill(tgt_out == EOS, -100)
+    assert 'end' in check_batch(src, tgt_in, without_eos).failed
 
 
 def test_batches_padded_to_a_multiple():
