@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from annotated_transformer.checks import CHECKS, check_transformer
-from annotated_transformer.probes import Checks, CountSines, NotApplicable, leaves, position_modules
+from annotated_transformer.probes import (
+    Checks, CountSines, NotApplicable, leaves, position_modules, training_without_dropout)
 from annotated_transformer.recurrent import Recurrent, RecurrentConfig
 from annotated_transformer.relative_positions import RelativeConfig, RelativeTransformer
 from annotated_transformer.transformer import Transformer, TransformerConfig
@@ -239,6 +240,17 @@ def test_leaves_and_sines():
         math.sin(1.0)
         torch.ones(3).cos()
     assert sines.count == 2
+
+
+def test_training_without_dropout_restores_the_mode_of_each_module():
+    model = build().eval()
+    model.decoder.train()
+    before = [module.training for module in model.modules()]
+    src = torch.randint(4, 10, (2, 5))
+    with pytest.raises(ZeroDivisionError), training_without_dropout(model):
+        assert model.training and torch.equal(model(src, src), model(src, src))
+        1 / 0
+    assert [module.training for module in model.modules()] == before and len(set(before)) == 2
 
 
 def test_a_check_of_your_own():

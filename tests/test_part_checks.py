@@ -1,4 +1,4 @@
-"Checks of parts: attention, heads, masks and layers. Correct ones pass by every convention, wrong ones fail where they should."
+"Checks of the parts: attention, heads, masks and layers. Correct ones pass by every convention, wrong ones fail where they should."
 import math
 from functools import partial
 
@@ -88,7 +88,7 @@ def wrong_weights(q, k, v, mask):
 @pytest.mark.parametrize('attend, failed', [
     (no_scale, ['equation', 'mask', 'large logits']), (scale_of_the_heads, ['equation', 'mask', 'large logits']),
     (softmax_over_queries, ['equation', 'mask', 'large logits']), (in_place, ['runs']),
-    (fill_of_minus_1e9, ['16 bits']), (without_maximum, ['masked values', 'large logits']),
+    (fill_of_minus_1e9, ['half precision']), (without_maximum, ['masked values', 'large logits']),
     (masked_after_softmax, ['mask']), (small_fill, ['masked values']), (wrong_weights, ['weights'])])
 def test_wrong_attention_fails(attend, failed):
     assert check_attention(attend).failed == failed
@@ -101,7 +101,7 @@ def test_the_wrong_scale_is_named():
 
 def test_fully_masked_queries():
     assert check_attention(sdpa, fully_masked=True).failed in ([], ['fully masked'])
-    assert check_attention(fill_of_minus_1e9, fully_masked=True).failed == ['16 bits', 'fully masked']
+    assert check_attention(fill_of_minus_1e9, fully_masked=True).failed == ['half precision', 'fully masked']
     assert 'fully masked' in check_attention(sdpa).not_applicable
 
 
