@@ -28,7 +28,7 @@ def learning_rate(step: int, peak_lr: float, warmup_steps: int) -> float:
 
     :param step: optimizer step, counted from 1
     :param peak_lr: learning rate at step `warmup_steps`; the paper's is `paper_peak_lr`
-    :param warmup_steps: steps of linear warm-up, at least 1; a larger value slows the decay
+    :param warmup_steps: steps of linear warm-up, at least 1; the decay starts from there
     """
     if warmup_steps < 1:
         raise ValueError(f'warmup_steps={warmup_steps} must be at least 1')
