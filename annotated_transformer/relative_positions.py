@@ -3,8 +3,8 @@
 """Relative positions: put positions inside attention: rotary positions and ALiBi, and an experiment on why models
 fail on long sentences."""
 
-__all__ = ['RELATIVE_POSITIONS', 'rotate', 'RotaryAttention', 'alibi_slopes', 'offsets', 'AlibiAttention', 'RelativeConfig',
-           'without_positions', 'rotary_functions', 'alibi_functions', 'directional_alibi_functions',
+__all__ = ['RELATIVE_POSITIONS', 'rotate', 'RotaryAttention', 'alibi_slopes', 'offsets', 'AlibiAttention', 'without_positions',
+           'RelativeConfig', 'rotary_functions', 'alibi_functions', 'directional_alibi_functions',
            'RelativeTransformer']
 
 import copy
@@ -41,14 +41,14 @@ class RotaryAttention:
     :param attention_fn: computes attention after the rotation
     """
     def __init__(self, d_k: int, max_len: int, attention_fn: Callable = attention):
-        self.table = sinusoids(max_len, d_k)
+        self.table = sinusoids(max_len, d_k) # no module, so no buffer: `rotate` moves it to the device
         self.attention_fn = attention_fn
 
     def rotate(self, x: Float[Tensor, "*batch n d_k"], start: int = 0) -> Float[Tensor, "*batch n d_k"]:
         "Rotate queries or keys whose first position is `start`. Raises ValueError beyond `max_len`."
         end = start + x.size(-2)
         check_length(end, len(self.table))
-        self.table = self.table.to(x.device) # copies only when the device changes
+        self.table = self.table.to(x.device) # copies only if the device changed
         return rotate(x, self.table[start:end])
 
     def __call__(self, query, key, value, mask=None):
@@ -58,7 +58,7 @@ class RotaryAttention:
 
     @property
     def reference(self) -> 'RotaryAttention':
-        "The same rotation before the attention that returns its weights; `record_attention` uses it for fused kernels."
+        "A copy whose `attention_fn` returns weights: `record_attention` calls it where a fused kernel is in use."
         recording = copy.copy(self)
         recording.attention_fn = attention
         return recording
@@ -94,7 +94,10 @@ class AlibiAttention:
     def __init__(self, n_heads: int, directional: bool = False):
         if directional and n_heads % 2:
             raise ValueError(f'n_heads={n_heads} is odd: half of the heads attend to each side, choose an even number')
-        slopes = alibi_slopes(n_heads // 2).repeat(2) if directional else alibi_slopes(n_heads)
+        if directional:
+            slopes = alibi_slopes(n_heads // 2).repeat(2)
+        else:
+            slopes = alibi_slopes(n_heads)
         self.slopes = slopes[:, None, None]                            # (heads, 1, 1)
         self.directional = directional
 
@@ -111,7 +114,9 @@ class AlibiAttention:
         bias = -self.slopes.to(query) * offset.abs()                   # (heads, m, n)
         if self.directional:
             side = self.side_mask(offset)
-            mask = side if mask is None else side & mask
+            if mask is not None:
+                side = side & mask
+            mask = side
         logits = query @ key.mT / math.sqrt(query.size(-1)) + bias
         if mask is not None:
             logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
@@ -119,6 +124,10 @@ class AlibiAttention:
         if mask is not None:
             weights = weights.masked_fill(~mask, 0)
         return weights @ value, weights
+
+def without_positions(config: 'RelativeConfig') -> TransformerConfig:
+    "The same sizes without positions."
+    return TransformerConfig(**{**asdict(config), 'positions': 'none'})
 
 @dataclass(frozen=True)
 class RelativeConfig(TransformerConfig):
@@ -143,10 +152,6 @@ class RelativeConfig(TransformerConfig):
     def head_size(self) -> int:
         "Features of a head's queries and keys."
         return self.d_k or self.d_model // self.n_heads
-
-def without_positions(config: 'RelativeConfig') -> TransformerConfig:
-    "The same sizes without positions."
-    return TransformerConfig(**{**asdict(config), 'positions': 'none'})
 
 def rotary_functions(config: RelativeConfig) -> tuple[Callable, Callable]:
     "The same rotation in encoder and decoder."
