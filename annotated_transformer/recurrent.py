@@ -3,8 +3,8 @@
 """A recurrent baseline: meet the model that the Transformer replaced: an LSTM encoder-decoder with attention,
 compared at equal size."""
 
-__all__ = ['AttentionKind', 'RecurrentConfig', 'RecurrentEncoder', 'concatenate_directions', 'AlignmentModel', 'RecurrentSteps',
-           'RecurrentState', 'Recurrent']
+__all__ = ['AttentionKind', 'RecurrentConfig', 'encode_no_sentences', 'RecurrentEncoder', 'concatenate_directions',
+           'AlignmentModel', 'RecurrentSteps', 'RecurrentState', 'Recurrent']
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -52,6 +52,15 @@ class RecurrentConfig:
         if self.attention not in get_args(AttentionKind):
             raise ValueError(f'attention={self.attention!r} is unknown: choose {" or ".join(get_args(AttentionKind))}')
 
+def encode_no_sentences(
+    lstm: nn.LSTM,
+    x: Float[Tensor, "0 n d_model"],
+) -> tuple[Float[Tensor, "0 n d_model"], Float[Tensor, "layers 0 d_model"], Float[Tensor, "layers 0 d_model"]]:
+    "Return the encoder's results for an empty batch, with gradients of zeros: a case of distributed training."
+    x = x + 0 * sum(p.sum() for p in lstm.parameters())
+    state = x.new_zeros(lstm.num_layers, 0, x.size(2))
+    return x, state, state
+
 class RecurrentEncoder(nn.Module):
     "A bidirectional LSTM over padded sentences."
     def __init__(self, config: RecurrentConfig):
@@ -69,10 +78,8 @@ class RecurrentEncoder(nn.Module):
         :param x: embedded source
         :param lengths: tokens of each sentence, EOS included
         """
-        if not len(x): # a process without pairs in distributed training: its gradients are zeros
-            x = x + 0 * sum(p.sum() for p in self.parameters())
-            state = x.new_zeros(self.lstm.num_layers, 0, x.size(2))
-            return x, state, state
+        if not len(x):
+            return encode_no_sentences(self.lstm, x)
         lengths = lengths.clamp(min=1).cpu() # packing takes no empty sentences, and lengths on the CPU only
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         packed_output, (hidden, cell) = self.lstm(packed)
@@ -88,7 +95,7 @@ def concatenate_directions(
     return torch.cat([left_to_right, right_to_left], dim=-1)
 
 class AlignmentModel(nn.Module):
-    "How well each source position matches each query. The part that depends on the source alone is computed once."
+    "Logits of the attention over the source, additive or general. `keys` are computed once for each sentence."
     def __init__(self, d_model: int, attention: AttentionKind):
         super().__init__()
         self.k_proj = nn.Linear(d_model, d_model, bias=False)
@@ -106,6 +113,7 @@ class AlignmentModel(nn.Module):
     ) -> Float[Tensor, "s k n"]:
         """Return the logits of the attention weights.
 
+        :param query: k queries per sentence: one in training, one per hypothesis in a search
         :param keys: from `keys`
         """
         if not self.is_additive:
@@ -123,11 +131,11 @@ class RecurrentSteps:
         self.keys = model.alignment.keys(self.encoder_output)
         self.hidden = list(hidden)                                # of each layer: (s * k, d_model)
         self.cell = list(cell)
-        self.attentional = torch.zeros_like(self.hidden[-1])      # output of the last step (s * k, d_model)
+        self.attentional = torch.zeros_like(self.hidden[-1])      # of the last step (s * k, d_model)
         self.weights = None                                       # attention weights of the last step (s, k, n)
 
     def step(self, embedded: Float[Tensor, "rows d_model"]) -> Float[Tensor, "rows d_model"]:
-        "Read one embedded token for each hypothesis; return what the output layer reads."
+        "Read one embedded token for each hypothesis; return the attentional vector."
         model = self.model
         x = torch.cat([embedded, self.attentional], dim=-1)       # input feeding (Luong et al., 2015)
         for i, lstm_cell in enumerate(model.cells):
@@ -148,7 +156,7 @@ class RecurrentSteps:
 class RecurrentState(RecurrentSteps):
     "The state of a search, with the methods of `inference.DecoderState`."
     def reorder(self, parents: Int[Tensor, "s j"]) -> None:
-        "Each sentence continues with j hypotheses; each is a copy of one of its k."
+        "Replace the k hypotheses of each sentence by j; `parents` says which old one each new one copies."
         # the hypotheses of sentence i are k rows, from row i * k on
         first_row = torch.arange(len(parents), device=parents.device)[:, None] * self.n_hypotheses
         self.n_hypotheses = parents.size(1)
@@ -180,8 +188,7 @@ class Recurrent(nn.Module):
         if c.tied:
             self.tgt_embed.weight = self.src_embed.weight
             self.lm_head.weight = self.src_embed.weight
-        embeddings = list(self.parameters()) # so far; tied matrices count once
-        for matrix in embeddings:
+        for matrix in self.parameters(): # there are no others yet; tied matrices are one parameter
             nn.init.normal_(matrix, std=c.d_model ** -0.5)
         self.encoder = RecurrentEncoder(c)
         self.dropout = nn.Dropout(c.dropout)
@@ -219,7 +226,7 @@ class Recurrent(nn.Module):
     def attention_maps(
         self, src: Int[Tensor, "1 n"], tgt: Int[Tensor, "1 m"],
     ) -> tuple[None, None, Float[Tensor, "1 1 m n"]]:
-        "Return the maps that `attention_maps.attention_maps` needs: there is cross-attention only."
+        "Return the cross-attention maps; None stands for the self-attentions, which this model lacks."
         _, weights = self.run(src, tgt)
         return None, None, weights[None]
 
