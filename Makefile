@@ -6,6 +6,8 @@ WORKERS ?= 2
 BIN    := .venv/bin
 READY  := .venv/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Libraries are compiled when they are first imported: most of what pip installs never is.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test check test-pages test-python lab notebooks masthead export readme site test-site
 .NOTPARALLEL:
@@ -55,8 +57,8 @@ SITE := site/build
 site: $(SITE)/.installed  ## build the website from the stored pages into site/build/html (needs Node.js)
 	$(SITE)/venv/bin/python site/build.py
 
-test-site: $(READY) site  ## build the website and test all of it in a browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(WORKERS) -m 'site or not site' tests/test_site.py
+test-site: $(READY) site  ## build the website and test all of it, and of the live explainer, in a browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(WORKERS) -m 'site or not site' tests/test_site.py tests/test_live_explainer.py
 
 $(SITE)/.installed: site/requirements.txt site/package.json site/package-lock.json
 	@echo '== installing into $(SITE)'
@@ -72,5 +74,5 @@ $(BIN)/python:
 
 $(READY): settings.ini setup.py pyproject.toml constraints.txt | $(BIN)/python
 	@echo '== installing into .venv: a few minutes, and only when the requirements have changed'
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@

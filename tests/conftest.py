@@ -1,4 +1,4 @@
-"Every test runs with the package's shapes and types checked: a wrong axis fails by its name."
+"Tests run with the package's shapes and types checked: a wrong axis fails by its name."
 import shutil
 import signal
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from beartype import BeartypeConf
 from beartype.claw import beartype_packages
-from jaxtyping import TypeCheckError, install_import_hook
+from jaxtyping import TypeCheckError, config, install_import_hook
 
 # Before anything imports the package. The toy grammar has no shapes, and makes a million small calls.
 ROOT = Path(__file__).parents[1]
@@ -17,6 +17,14 @@ WITH_SHAPES = [name for name, code in MODULES.items() if 'jaxtyping' in code]
 install_import_hook(WITH_SHAPES, 'beartype.beartype')
 # Where no shapes are to be compared, types alone are checked: that is much faster.
 beartype_packages(sorted(MODULES.keys() - WITH_SHAPES), conf=BeartypeConf(claw_is_pep526=False, violation_type=TypeCheckError))
+
+
+@pytest.fixture(scope='module', autouse=True)
+def shapes_are_checked(request):
+    "Shapes are checked in the tests of the modules that declare them. Commands and services would take twice as long."
+    module = 'annotated_transformer.' + request.module.__name__.removeprefix('test_')
+    config.update('jaxtyping_disable', module not in WITH_SHAPES)
+
 
 # What a shell starts in the background ignores Ctrl-C, and so would the processes that tests press it in.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)

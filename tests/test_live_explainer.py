@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / 'runs' / 'explainer' # screenshots to look at
 MAX_BYTES = 4_500_000
 DOG = 'The dog sleeps in the house because it is tired.'
+interface = pytest.mark.site # in `make test-site`; `make test` has the model, its searches and its changes
 NASTY = ['', ' ', '\t', '  The  dog ', 'The dog.', 'the dog', 'THE DOG', 'dog,cat', "dog's", '...', '!?', '"The dog"', '(dog)',
          'dog-cat', 'dog_cat', '▁', '▁dog', 'dog▁cat', 'Hündin', 'naïve', 'e\u0301', '\u00e9', '猫', '🐈', '🐈 dog', 'dog🐈cat', 'a\u0000b',
          'x\u00a0y', 'x\u2003y', 'x\u200by', 'x\ny', 'x\r\ny', '\ufeffdog', '<eos>', '<bos> dog', '<pad>', '<unk>', '&amp;', '<b>dog</b>',
@@ -250,6 +251,7 @@ def test_a_forced_token_begins_a_branch(visit, translator):
     assert said(page) == 'Der Hund schläft im Haus, weil er müde ist.'
 
 
+@interface
 def test_every_head_can_be_opened(visit):
     page = visit()
     for i in range(page.locator('.map').count()):
@@ -260,6 +262,7 @@ def test_every_head_can_be_opened(visit):
     assert i == 23
 
 
+@interface
 def test_every_box_can_be_opened(visit):
     page = visit(address(text=DOG))
     boxes = page.evaluate("[...document.querySelectorAll('[data-box]')].map(box => box.dataset.box)")
@@ -273,6 +276,7 @@ def test_every_box_can_be_opened(visit):
 
 # --- stepping, searching, sharing
 
+@interface
 def test_stepping_and_scrubbing(visit):
     page = visit(address(text=DOG))
     page.locator('#first').click()
@@ -286,6 +290,7 @@ def test_stepping_and_scrubbing(visit):
     assert page.locator('#play').inner_text() == 'Play'
 
 
+@interface
 def test_beam_settings_change_the_search(visit):
     page = visit(address(text=DOG, method='beam'))
     assert page.locator('#beam-table tr').count() == 5
@@ -298,6 +303,7 @@ def test_beam_settings_change_the_search(visit):
     assert page.locator('#beam-table tr').count() == 3
 
 
+@interface
 def test_samples_depend_on_the_seed_alone(visit):
     options = dict(text=DOG, method='sampling', temperature=2)
     assert said(visit(address(**options, seed=3))) == said(visit(address(**options, seed=3)))
@@ -309,6 +315,7 @@ def test_samples_depend_on_the_seed_alone(visit):
     assert len(texts) > 2
 
 
+@interface
 def test_a_shared_address_restores_the_state(visit):
     page = visit(address(text=DOG))
     turn(page, [2, 3], '·it', '·house')
@@ -318,6 +325,7 @@ def test_a_shared_address_restores_the_state(visit):
     assert other.evaluate('explainer.state.box') == 'encoder.1.self'
 
 
+@interface
 @pytest.mark.parametrize('hash_', [
     '#text=%3Cimg%20src%3Dx%20onerror%3Dalert(1)%3E', '#heads=9&box=nothing&cursor=-4&method=magic&temperature=1e9',
     '#turned=encoder 1 3 999 4,decoder 0 0 0 77,x&off=encoder 9 9&prefix=5000,-1,x', '#text=' + 'dog%20' * 300, '#view=nothing'])
@@ -327,6 +335,7 @@ def test_odd_addresses_do_no_harm(visit, hash_):
     assert page.locator('main img').count() == 0
 
 
+@interface
 def test_empty_and_unknown_input(visit):
     page = visit()
     for text in ('', '   ', '🐈', 'zzz'):
@@ -354,6 +363,7 @@ def test_true_alignment_of_grammar_sentences(visit):
 
 # --- tours
 
+@interface
 def test_tours_say_what_happens(visit):
     page = visit()
     tours = page.evaluate('explainer.TOURS')
@@ -388,6 +398,7 @@ def test_the_file_is_small(page_file):
     assert not re.search(r'(src|href)="https?:', page_file.read_text('utf-8'))
 
 
+@interface
 def test_it_is_quick(visit):
     page = visit(address(text=DOG))
     ready = page.evaluate('performance.now()')
@@ -405,6 +416,7 @@ def test_it_is_quick(visit):
     assert sorted(steps)[2] < 20  # milliseconds
 
 
+@interface
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 @pytest.mark.parametrize('width', [390, 1280])
 def test_it_fits_a_phone_and_a_desk(visit, width, scheme):
@@ -417,6 +429,7 @@ def test_it_fits_a_phone_and_a_desk(visit, width, scheme):
     page.screenshot(path=PICTURES / f'{width}-{scheme}.png', full_page=True)
 
 
+@interface
 def test_a_keyboard_is_enough(visit):
     page = visit(address(text=DOG))
     page.locator('[data-box="encoder.1.self"]').focus()
@@ -431,6 +444,7 @@ def test_a_keyboard_is_enough(visit):
     assert page.evaluate('explainer.model.changes.turned.size') == 1
 
 
+@interface
 def test_controls_have_names(visit):
     page = visit(address(text=DOG, method='beam'))
     nameless = page.evaluate('''() => [...document.querySelectorAll('button, input, select, [role=button]')]
@@ -452,6 +466,7 @@ def test_every_page_of_the_core_path_embeds_a_view():
     assert sorted(embedded_views()) == list(range(12))
 
 
+@interface
 @pytest.mark.parametrize('state', embedded_views().values(), ids=lambda state: state['view'])
 def test_a_page_of_the_book_embeds_one_view(visit, state):
     view = state['view']
@@ -466,6 +481,7 @@ def test_a_page_of_the_book_embeds_one_view(visit, state):
         assert name not in state or shown[name] == state[name]
 
 
+@interface
 def test_the_view_of_evaluation_compares_two_translations(visit):
     page = visit(address(**embedded_views()[9]))
     assert page.locator('#comparison').is_visible()
