@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Libraries are compiled when they are first imported: most of what pip installs never is.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check test-pages test-python lab notebooks masthead export readme site test-site
+.PHONY: help demo test check test-pages test-python test-slow lab notebooks masthead export readme site test-site
 .NOTPARALLEL:
 
 help:           ## this list
@@ -32,6 +32,10 @@ test-pages: $(READY)  ## run every page as a test
 test-python: $(READY)  ## pytest, for what a page cannot show
 	@echo '== pytest'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
+
+test-slow: $(READY)  ## what `make test` leaves out because it takes long
+	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --flags slow --file_re '^(47|63)_' --n_workers $(WORKERS) --timing
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow tests
 
 lab: $(READY)  ## read and edit the pages in JupyterLab
 	$(BIN)/jupyter lab nbs

@@ -154,6 +154,7 @@ destroy_process_group(processes)
 '''
 
 
+@pytest.mark.slow
 @needs_distributed
 def test_a_run_on_two_processes_has_the_losses_of_one(tmp_path):
     """A small model, 60 steps in three epochs. Beside the gradient, a step exchanges the loss, and clock and signals.

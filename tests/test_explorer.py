@@ -357,6 +357,7 @@ def in_colab(cell):
     return f'<iframe sandbox="allow-scripts" style="width: 100%; height: 700px" srcdoc="{escape(cell)}"></iframe>'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('host, depth', [(in_jupyterlab, 1), (in_vs_code, 1), (in_colab, 2)],
                          ids=['JupyterLab', 'VS Code', 'Colab'])
 def test_notebooks_show_it_in_a_frame(visit, tmp_path, host, depth):

@@ -105,6 +105,7 @@ def test_r_drop(label_smoothing):
         assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_compiled_r_drop_loss_is_the_same_and_is_compiled_once(monkeypatch):
     "`compile_loss`: one compilation serves batches with any number of tokens."
     plain = inspect.unwrap(kernels.r_drop_loss_and_gradient) # the type checks of the tests cannot be compiled

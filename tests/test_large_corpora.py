@@ -195,6 +195,7 @@ def test_a_share_alone_is_not_a_corpus(config, tmp_path, capsys):
     assert run(config, tmp_path / 'out')['pairs'] == 360
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == 'nt', reason='Windows has no SIGKILL')
 def test_a_killed_process_loses_at_most_one_shard(tmp_path):
     import psutil

@@ -74,6 +74,7 @@ ALL_OF_A_LAYER = [Head('decoder.layers.0.self_attention', i) for i in range(4)]
 SOME_HEADS = [Head('decoder.layers.1.cross_attention', 2), Head('encoder.layers.0.self_attention', 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('config, pruned', [
     (TransformerConfig(**SIZES | {'n_layers': 2}, norm='pre', positions='learned', d_k=3, d_v=5),
      ALL_OF_A_LAYER + SOME_HEADS),
