@@ -231,7 +231,7 @@ def forest_plot(ax, decisions: Sequence[dict], title: str = '', xlabel: str = ''
     """Show each claim in a row: the predicted region (pale), a dot for each pair, the mean, its interval, the
     verdict.
 
-    The thick line is the 95 % interval, the thin one the interval that decides. Returns the axes.
+    The thick line is the 95% interval, the thin one the interval that decides. Returns the axes.
 
     :param ax: matplotlib axes
     :param decisions: from `decide`, of claims with the same unit
@@ -262,7 +262,7 @@ def dot_plot(
     ax, groups: Mapping, title: str = '', xlabel: str = '', color: str | Sequence[str] = BLUE, zero: bool = False,
     interval: Callable | None = t_interval, paired: bool = False,
 ):
-    """One row for each group: a dot for each seed, a line for the 95 % interval, a bar at the mean.
+    """One row for each group: a dot for each seed, a line for the 95% interval, a bar at the mean.
 
     A group with a single value has no interval. Returns the axes.
 

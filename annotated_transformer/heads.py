@@ -302,7 +302,7 @@ class HardConcrete(nn.Module):
     """Random gates from 0 to 1, often exactly 0 or 1, with a gradient (Louizos et al., 2018).
 
     :param n: number of gates
-    :param start: first log alpha: about 3 % of the draws are 0, and 60 % are 1
+    :param start: first log alpha: about 3% of the draws are 0, and 60% are 1
     :param beta: temperature: the lower, the fewer draws lie between 0 and 1
     :param low: draws are stretched to the interval from here ...
     :param high: ... to here, and then clamped to [0, 1]

@@ -96,7 +96,7 @@ def describe(name: str, result: dict) -> str:
         f'  chrF {result["chrf"]:.2f} ({result["chrf_signature"]})',
         f'  length ratio {result["length_ratio"]:.3f} (words of the translations / words of the references)']
     if 'bleu_mean' in result:
-        lines.append(f'  95 % confidence interval: BLEU {result["bleu_mean"]:.2f} ± {result["bleu_half_width"]:.2f} '
+        lines.append(f'  95% confidence interval: BLEU {result["bleu_mean"]:.2f} ± {result["bleu_half_width"]:.2f} '
                      f'({result["bleu_interval_signature"]})')
     if 'against_bleu' in result:
         p_value = f', p = {result["p_value"]:.4f} (randomization test)' if 'p_value' in result else ''

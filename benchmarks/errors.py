@@ -87,7 +87,7 @@ def kinds(source: str, translation: str, reference: str, train_counts: Counter, 
     return found
 
 def group_scores(members: list[int], sources: list[str], counts: list[np.ndarray]) -> dict:
-    "Return the mean BLEU of the seeds on some sentences, with its 95 % interval over these sentences."
+    "Return the mean BLEU of the seeds on some sentences, with its 95% interval over these sentences."
     width = counts[0].shape[1]
 
     def mean_bleu(rows):

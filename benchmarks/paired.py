@@ -41,7 +41,7 @@ def mean_bleu(counts: np.ndarray) -> float:
     return float(np.mean([bleu_of(rows) for rows in counts]))
 
 def compare(ours: np.ndarray, theirs: np.ndarray) -> dict:
-    "Return the difference in mean BLEU, its 95 % interval over sentences, and the p-value of random swaps."
+    "Return the difference in mean BLEU, its 95% interval over sentences, and the p-value of random swaps."
     def difference(rows):
         rows = rows.transpose(1, 0, 2)
         return mean_bleu(rows[:len(SEEDS)]) - mean_bleu(rows[len(SEEDS):])

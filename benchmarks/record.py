@@ -75,7 +75,7 @@ def bleu_of(counts: np.ndarray) -> float:
     return found.score
 
 def by_source_length(sources: list[str], counts: np.ndarray, n_groups: int = 4) -> dict[str, dict]:
-    "Return BLEU with its 95 % interval for groups of nearly equal size, from the shortest sources to the longest."
+    "Return BLEU with its 95% interval for groups of nearly equal size, from the shortest sources to the longest."
     lengths = [len(source.split()) for source in sources]
     edges = statistics.quantiles(lengths, n=n_groups)
     groups = np.array([bisect_left(edges, length) for length in lengths])
@@ -89,7 +89,7 @@ def by_source_length(sources: list[str], counts: np.ndarray, n_groups: int = 4) 
     return found
 
 def paired_test(translations: list[str], against: list[str], references: list[str]) -> dict:
-    "Return the difference in BLEU from another system on the same sentences, its 95 % interval and a p-value."
+    "Return the difference in BLEU from another system on the same sentences, its 95% interval and a p-value."
     ours = bleu_counts(translations, references)
     theirs = bleu_counts(against, references)
     width = ours.shape[1]

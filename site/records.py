@@ -139,7 +139,7 @@ def plot(points):
                      f'<line class="interval" x1="{x(bleu - half):.1f}" x2="{x(bleu + half):.1f}" y1="{y}" y2="{y}"/>'
                      f'<circle cx="{x(bleu):.1f}" cy="{y}" r="4"/>')
     size = f'0 0 {left + width + 20} {44 + height * len(points)}'
-    title = 'sacreBLEU of every Multi30k record, with 95 % bootstrap intervals'
+    title = 'sacreBLEU of every Multi30k record, with 95% bootstrap intervals'
     return (f'\n```{{raw}} html\n<div class="wide-table" tabindex="0" role="region" aria-label="{title}">'
             f'<svg class="plot" viewBox="{size}" width="{left + width + 20}" role="img" aria-label="{title}">'
             + ''.join(lines) + '</svg></div>\n```\n')
@@ -190,13 +190,13 @@ all of it). [Page 46](46_the_record.ipynb) discusses the Multi30k results, and w
 
 ## The main rows
 
-± is half of the 95 % bootstrap interval over the test sentences; for three seeds, the standard deviation.
+± is half of the 95% bootstrap interval over the test sentences; for three seeds, the standard deviation.
 
 {summary}
 
 ## Translation quality
 
-sacreBLEU on cased, detokenized text (`{signature}`), ± half of the 95 % bootstrap interval. Rows marked *lower case,
+sacreBLEU on cased, detokenized text (`{signature}`), ± half of the 95% bootstrap interval. Rows marked *lower case,
 tokenized* follow the convention of older papers and cannot be compared with the others. Click on a column to
 sort by it.
 {table(header, rows, 'Translation quality')}
