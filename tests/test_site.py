@@ -466,7 +466,7 @@ def test_tasks_of_a_newcomer(visit):
     assert page.locator('tr', has_text='Multi30k EN-DE').first.inner_text().count('39.')
     page.locator('a', has_text='Train on my data').click()
     page.wait_for_url('**/34_your_own_data.html')
-    assert page.locator('pre', has_text='--tsv').first.is_visible()
+    page.locator('pre', has_text='--tsv').first.wait_for()          # visible
     page = visit('index')
     page.locator('a', has_text='Reference').first.click()
     page.locator('article a', has_text='beam_search').first.click()
