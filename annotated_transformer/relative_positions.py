@@ -41,7 +41,7 @@ class RotaryAttention:
     :param attention_fn: computes attention after the rotation
     """
     def __init__(self, d_k: int, max_len: int, attention_fn: Callable = attention):
-        self.table = sinusoids(max_len, d_k) # no module, so no buffer: `rotate` moves it to the device
+        self.table = sinusoids(max_len, d_k) # not a buffer: this class is no module
         self.attention_fn = attention_fn
 
     def rotate(self, x: Float[Tensor, "*batch n d_k"], start: int = 0) -> Float[Tensor, "*batch n d_k"]:
@@ -111,12 +111,12 @@ class AlibiAttention:
     def __call__(self, query, key, value, mask=None):
         "The arguments and results of `attention.attention`. The m queries are the last of the n positions."
         offset = offsets(query.size(-2), key.size(-2), query.device)
-        bias = -self.slopes.to(query) * offset.abs()                   # (heads, m, n)
-        if self.directional:
-            side = self.side_mask(offset)
-            if mask is not None:
-                side = side & mask
-            mask = side
+        slopes = self.slopes.to(query)                                 # its device and dtype
+        bias = -slopes * offset.abs()                                  # (heads, m, n)
+        if self.directional and mask is not None:
+            mask = self.side_mask(offset) & mask
+        elif self.directional:
+            mask = self.side_mask(offset)
         logits = query @ key.mT / math.sqrt(query.size(-1)) + bias
         if mask is not None:
             logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
