@@ -56,7 +56,7 @@ def encode_no_sentences(
     lstm: nn.LSTM,
     x: Float[Tensor, "0 n d_model"],
 ) -> tuple[Float[Tensor, "0 n d_model"], Float[Tensor, "layers 0 d_model"], Float[Tensor, "layers 0 d_model"]]:
-    "Return the encoder's results for an empty batch, with gradients of zeros: a case of distributed training."
+    "Return the encoder's results for an empty batch (possible in distributed training), with zero gradients."
     x = x + 0 * sum(p.sum() for p in lstm.parameters())
     state = x.new_zeros(lstm.num_layers, 0, x.size(2))
     return x, state, state
@@ -80,7 +80,7 @@ class RecurrentEncoder(nn.Module):
         """
         if not len(x):
             return encode_no_sentences(self.lstm, x)
-        lengths = lengths.clamp(min=1).cpu() # packing takes no empty sentences, and lengths on the CPU only
+        lengths = lengths.clamp(min=1).cpu() # packing rejects empty sentences, and needs the lengths on the CPU
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         packed_output, (hidden, cell) = self.lstm(packed)
         output, _ = pad_packed_sequence(packed_output, batch_first=True, total_length=x.size(1))
@@ -188,7 +188,7 @@ class Recurrent(nn.Module):
         if c.tied:
             self.tgt_embed.weight = self.src_embed.weight
             self.lm_head.weight = self.src_embed.weight
-        for matrix in self.parameters(): # there are no others yet; tied matrices are one parameter
+        for matrix in self.parameters(): # so far, embeddings and output layer; tied matrices are one
             nn.init.normal_(matrix, std=c.d_model ** -0.5)
         self.encoder = RecurrentEncoder(c)
         self.dropout = nn.Dropout(c.dropout)
@@ -231,7 +231,7 @@ class Recurrent(nn.Module):
         return None, None, weights[None]
 
     def hidden_states(self, src: Int[Tensor, "s n"], tgt: Int[Tensor, "s m"]) -> Float[Tensor, "s m d_model"]:
-        "Return everything but the output layer."
+        "Return the input of the output layer."
         return self.run(src, tgt)[0]
 
     def forward(self, src: Int[Tensor, "s n"], tgt: Int[Tensor, "s m"]) -> Float[Tensor, "s m vocab_size"]:
