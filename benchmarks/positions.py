@@ -2,13 +2,14 @@
 """Position, length or structure? Train small models on toy EN-DE, and test them on longer sentences.
 Page 40 reads the record.
 
-    python benchmarks/positions.py                                   # everything: 54 minutes of one core
+    python benchmarks/positions.py                                   # everything: 75 minutes of one core
     python benchmarks/positions.py --minutes 5                       # stop in time; run it again to continue
     python benchmarks/positions.py --quick --out /tmp/positions.json # try the script out, in a minute
 
 Each case is a kind of positions and a training set. `short` is the training split (at most 15 words). `joined` keeps
 10,000 pairs of it, and concatenates neighbouring pairs of the rest, so that lengths up to 31 words occur but no
-sentence is new. All models are trained on equally many target tokens. Every model is tested on three sets:
+sentence is new. `long` keeps the same 10,000, and adds as many single sentences of the kind of `test_long` as `joined` has
+concatenations, none of them in `test_long`. All models are trained on equally many target tokens. Every model is tested on three sets:
 `test`, `test_joined` (two sentences of the kind of `test`, concatenated) and `test_long`. Sinusoids are also tested on
 `test` with positions that start behind the longest sentence of `short`. All cases are trained with the first seed, then
 with the second, and so on. Every finished run is added to the record at once, so you can stop the script at any time.
@@ -47,8 +48,9 @@ TRAINING = {
     'sentences': 300, # of each test set, translated greedily
 }
 CASES = [('sinusoidal', 'short'), ('rotary', 'short'), ('alibi', 'short'), ('directional-alibi', 'short'),
-         ('none', 'short'), ('sinusoidal', 'joined'), ('rotary', 'joined'), ('directional-alibi', 'joined')]
-N_SHARED = 10_000 # pairs of the training split that `joined` keeps as they are
+         ('none', 'short'), ('sinusoidal', 'joined'), ('rotary', 'joined'), ('directional-alibi', 'joined'),
+         ('rotary', 'long'), ('sinusoidal', 'long'), ('directional-alibi', 'long')]
+N_SHARED = 10_000 # pairs of the training split that `joined` and `long` keep as they are
 EDGES = (7, 11, 15, 19, 23, 31) # words of the longest source sentence in each group
 LONGEST = EDGES[-1]
 QUICK = {'tokens': 2000, 'sentences': 12}
@@ -86,13 +88,21 @@ def data():
     corpus = load_corpus('toy-ende')
     short = list(corpus['train'])
     test_joined = join_by_length(toy_pairs_of('test', 3000))
-    train = {'short': short, 'joined': short[:N_SHARED] + join_pairs(short[N_SHARED:], seed=0)}
+    joined = join_pairs(short[N_SHARED:], seed=0)
+    train = {'short': short, 'joined': short[:N_SHARED] + joined,
+             'long': short[:N_SHARED] + long_pairs(len(joined), list(corpus['test_long']))}
     tests = {'test': list(corpus['test']), 'test_joined': test_joined, 'test_long': list(corpus['test_long'])}
     return train, tests, train_tokenizer('bpe', corpus['train'], corpus.langs, 1000)
 
-def toy_pairs_of(split, n):
+def toy_pairs_of(split, n, seed=0):
     "Return n pairs of texts."
-    return [(pair.src, pair.tgt) for pair in toy_ende(split, n=n)]
+    return [(pair.src, pair.tgt) for pair in toy_ende(split, seed=seed, n=n)]
+
+def long_pairs(n, tested):
+    "Return n pairs of the kind of `test_long` that share no source with `tested`."
+    sources = {src for src, _ in tested}
+    pairs = [pair for pair in toy_pairs_of('test_long', n + len(tested), seed=1) if pair[0] not in sources]
+    return pairs[:n]
 
 @cache
 def encoded(training):
