@@ -35,7 +35,7 @@ SIZES = {'vocab_size': len(WORDS), 'n_layers': 1, 'd_model': 16, 'd_ff': 24, 'n_
 
 @pytest.fixture(scope='module')
 def shipped(tmp_path_factory):
-    "The shipped model in ONNX, with attention weights."
+    "The shipped model in ONNX, with attention weights: half a minute. (Page 71 exports it as well.)"
     return export_onnx(SHIPPED, tmp_path_factory.mktemp('onnx') / 'shipped', attention_weights=True)
 
 
@@ -60,6 +60,7 @@ def assert_same_searches(model, exported, src, **options):
             assert [h.log_prob for h in theirs] == pytest.approx([h.log_prob for h in ours], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_100_sentences_give_the_same_tokens_and_log_probabilities(shipped, src):
     model = Translator.load(device='cpu').model
     exported = OnnxModel(shipped)
@@ -93,6 +94,7 @@ def test_other_kinds_of_models(tmp_path, config, pruned):
     assert names == ['src_mask', 'src_keys', 'src_values', 'logits', 'keys', 'values']
 
 
+@pytest.mark.slow
 def test_attention_weights(shipped, src):
     "The optional outputs are what `attention_maps` records in PyTorch."
     model = Translator.load(device='cpu').model
@@ -111,6 +113,7 @@ def test_attention_weights(shipped, src):
         state.logits(tgt[:, i:i + 1])
 
 
+@pytest.mark.slow
 def test_files_need_nothing_of_this_package(shipped, src):
     "A valid ONNX file with named axes, and a greedy search that imports onnxruntime and numpy alone."
     for name in onnx_export.GRAPHS:
@@ -140,6 +143,7 @@ print(ids[:-1])
     assert json.loads(found.stdout) == greedy(Translator.load(device='cpu').model, src[:1])[0].ids
 
 
+@pytest.mark.slow
 def test_a_wrong_graph_is_refused_and_leaves_no_folder(tmp_path, shipped, monkeypatch):
     "The export compares its files with the model before they take their names."
     def copy(model, folder, attention_weights):
@@ -170,6 +174,7 @@ def test_what_cannot_be_exported(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ['recurrent']
 
 
+@pytest.mark.slow
 def test_damaged_and_missing_files_are_named(tmp_path, shipped, src):
     folder = tmp_path / 'onnx'
     shutil.copytree(shipped, folder)
