@@ -61,8 +61,8 @@ SITE := site/build
 site: $(SITE)/.installed  ## build the website from the stored pages into site/build/html (needs Node.js)
 	$(SITE)/venv/bin/python site/build.py
 
-test-site: $(READY) site  ## build the website and test all of it, and of the live explainer, in a browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(WORKERS) -m 'site or not site' tests/test_site.py tests/test_live_explainer.py
+test-site: $(READY) site  ## build the website; test it, the live explainer and the attention pages in a browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(WORKERS) -m 'site or not site' tests/test_site.py tests/test_live_explainer.py tests/test_explorer.py
 
 $(SITE)/.installed: site/requirements.txt site/package.json site/package-lock.json
 	@echo '== installing into $(SITE)'

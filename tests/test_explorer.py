@@ -139,7 +139,9 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch, missing):
         explore(make_maps())
 
 
-# --- in a browser
+# --- in a browser (`make test-site`)
+
+in_browser = pytest.mark.site
 
 @pytest.fixture
 def visit(chromium, tmp_path):
@@ -196,6 +198,7 @@ def point_at(page, side, number):
     settle(page)
 
 
+@in_browser
 @pytest.mark.parametrize('kind', ['encoder', 'decoder', 'cross'])
 def test_what_is_chosen_is_drawn(visit, kind):
     "Every kind, layer and head, and the mean of heads: the lines are the weights, to three digits."
@@ -220,6 +223,7 @@ def test_what_is_chosen_is_drawn(visit, kind):
     assert {'encoder': 'queries: source', 'decoder': 'queries: target', 'cross': 'queries: predicted'}[kind] in shown
 
 
+@in_browser
 def test_a_click_on_the_table_chooses_a_head(visit):
     page = visit(explore(make_maps()))
     box, before = page.locator('#view canvas').bounding_box(), lines(page)[0]
@@ -234,6 +238,7 @@ def test_a_click_on_the_table_chooses_a_head(visit):
     assert page.locator('[name=pick_head]').input_value() == '2' and lines(page)[0]
 
 
+@in_browser
 def test_pointing_at_a_token_shows_its_weights(visit):
     maps = make_maps()
     page = visit(explore(maps, layer=1, head=1))
@@ -256,6 +261,7 @@ def test_pointing_at_a_token_shows_its_weights(visit):
     assert lines(page)[0] == quiet
 
 
+@in_browser
 def test_the_slider_hides_lines_of_small_weights(visit):
     page = visit(explore(make_maps(), head=0, threshold=0.1))
     before = lines(page)[0]
@@ -265,6 +271,7 @@ def test_the_slider_hides_lines_of_small_weights(visit):
     assert lines(page)[0] == {place: w for place, w in before.items() if w >= 0.3}
 
 
+@in_browser
 def test_light_and_dark(visit):
     explorer = explore(make_maps())
     day, night = visit(explorer), visit(explorer, 'dark')
@@ -306,6 +313,7 @@ QUICK = '''async () => {
 }'''
 
 
+@in_browser
 def test_sixty_tokens_are_small_and_quick(visit, tmp_path):
     "60 tokens a side, 6 layers, 8 heads: under 5 MB, and an answer within 200 ms."
     path = explore(make_maps(60, 60, 6, 8), layer=2, head=3).save(tmp_path / 'large.html')
@@ -319,6 +327,7 @@ def test_sixty_tokens_are_small_and_quick(visit, tmp_path):
     keep(page, 'sixty')
 
 
+@in_browser
 def test_tokens_are_data(visit):
     "Whatever a token says is shown, and not done."
     rude = ['</script><script>alert(1)</script>', '<img src=x onerror=alert(2)>', '"\'`${1}\\',
@@ -357,7 +366,7 @@ def in_colab(cell):
     return f'<iframe sandbox="allow-scripts" style="width: 100%; height: 700px" srcdoc="{escape(cell)}"></iframe>'
 
 
-@pytest.mark.slow
+@in_browser
 @pytest.mark.parametrize('host, depth', [(in_jupyterlab, 1), (in_vs_code, 1), (in_colab, 2)],
                          ids=['JupyterLab', 'VS Code', 'Colab'])
 def test_notebooks_show_it_in_a_frame(visit, tmp_path, host, depth):

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / 'runs' / 'explainer' # screenshots to look at
 MAX_BYTES = 4_500_000
 DOG = 'The dog sleeps in the house because it is tired.'
-interface = pytest.mark.site # in `make test-site`; `make test` has the model, its searches and its changes
+interface = pytest.mark.site # in `make test-site`; `make test` has the model and its searches
 NASTY = ['', ' ', '\t', '  The  dog ', 'The dog.', 'the dog', 'THE DOG', 'dog,cat', "dog's", '...', '!?', '"The dog"', '(dog)',
          'dog-cat', 'dog_cat', '▁', '▁dog', 'dog▁cat', 'Hündin', 'naïve', 'e\u0301', '\u00e9', '猫', '🐈', '🐈 dog', 'dog🐈cat', 'a\u0000b',
          'x\u00a0y', 'x\u2003y', 'x\u200by', 'x\ny', 'x\r\ny', '\ufeffdog', '<eos>', '<bos> dog', '<pad>', '<unk>', '&amp;', '<b>dog</b>',
@@ -186,6 +186,7 @@ def turn(page, heads, query, key):
     page.mouse.up()
 
 
+@interface
 def test_turned_ribbons_flip_the_pronoun(visit):
     page = visit(address(text=DOG))
     page.evaluate("explainer.state.heads = [2]")
@@ -199,6 +200,7 @@ def test_turned_ribbons_flip_the_pronoun(visit):
     assert said(page) == 'Der Hund schläft im Haus, weil er müde ist.'
 
 
+@interface
 def test_other_heads_do_not_flip_the_pronoun(visit):
     page = visit(address(text=DOG))
     turn(page, [0, 1], '·it', '·house')
@@ -206,6 +208,7 @@ def test_other_heads_do_not_flip_the_pronoun(visit):
     assert page.evaluate('explainer.model.changes.turned.size') == 2
 
 
+@interface
 def test_a_head_is_switched_off_and_on(visit):
     page = visit(address(text=DOG, box='decoder.1.cross', heads='2'))
     before = page.evaluate('[...explainer.state.path[0].logits]')
@@ -218,6 +221,7 @@ def test_a_head_is_switched_off_and_on(visit):
     assert page.evaluate('[...explainer.state.path[0].logits]') == before
 
 
+@interface
 def test_without_positions_word_order_is_lost(visit):
     page = visit(address(text='The old man sees the young dog.'))
     page.locator('#positions').uncheck()
@@ -228,6 +232,7 @@ def test_without_positions_word_order_is_lost(visit):
     assert outputs[0] == outputs[1]
 
 
+@interface
 def test_without_the_causal_mask_earlier_states_see_later_tokens(visit, translator):
     page = visit(address(text=DOG))
     assert page.evaluate('explainer.state.path[0].layers[0].self.keys.length') == 1
@@ -239,6 +244,7 @@ def test_without_the_causal_mask_earlier_states_see_later_tokens(visit, translat
     assert said(page) == translator.translate(DOG, beam_size=1)
 
 
+@interface
 def test_a_forced_token_begins_a_branch(visit, translator):
     page = visit(address(text=DOG, cursor=0))
     page.locator('#candidate-list button').nth(1).click()
@@ -347,6 +353,7 @@ def test_empty_and_unknown_input(visit):
     assert page.locator('#unknown').is_hidden()
 
 
+@interface
 def test_true_alignment_of_grammar_sentences(visit):
     page = visit()
     data = json.loads(page.locator('#data').inner_text())

@@ -140,6 +140,7 @@ def test_a_comparison_tells_better_from_equal():
     assert compare(good, [text + ' ' for text in good], references).p_value == 1
 
 
+@pytest.mark.slow
 def test_of_equal_systems_one_pair_in_twenty_has_a_p_value_below_5_percent():
     references = sentences(80, 9)
     systems = [noisy(references, seed) for seed in range(400)]
