@@ -1,7 +1,8 @@
 # `make demo` and `make test` are the two commands: each makes .venv if it is missing, installs, and goes.
 PYTHON  ?= python3
-# pages, and files of tests, that run side by side, one thread each
+# pages that run side by side, one thread each; and files of tests, which often wait for other programs
 WORKERS ?= 2
+TESTERS ?= 3
 
 BIN    := .venv/bin
 READY  := .venv/.installed
@@ -13,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 
 help:           ## this list
-	@echo 'make TARGET [PYTHON=python3.12] [WORKERS=2]'
+	@echo 'make TARGET [PYTHON=python3.12] [WORKERS=2] [TESTERS=3]'
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' Makefile
 
 demo: $(READY)  ## train the toy English-German translator, translate, score, draw what it looked at
@@ -31,7 +32,7 @@ test-pages: $(READY)  ## run every page as a test
 
 test-python: $(READY)  ## pytest, for what a page cannot show
 	@echo '== pytest'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(TESTERS) --dist loadfile --no-loadscope-reorder tests
 
 test-slow: $(READY)  ## what `make test` leaves out because it takes long
 	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --flags slow --file_re '^(47|63)_' --n_workers $(WORKERS) --timing
