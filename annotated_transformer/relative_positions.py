@@ -26,7 +26,7 @@ def rotate(x: Float[Tensor, "*batch n d_k"], table: Float[Tensor, "n d_k"]) -> F
     :param x: queries or keys
     :param table: `sinusoids` of their positions
     """
-    sin = table[:, 0::2].to(x.dtype)
+    sin = table[:, 0::2].to(x.dtype) # even columns: sines; odd columns: cosines (page 02)
     cos = table[:, 1::2].to(x.dtype)
     first = x[..., 0::2]
     second = x[..., 1::2]
@@ -41,7 +41,7 @@ class RotaryAttention:
     :param attention_fn: computes attention after the rotation
     """
     def __init__(self, d_k: int, max_len: int, attention_fn: Callable = attention):
-        self.table = sinusoids(max_len, d_k) # not a buffer: this class is no module
+        self.table = sinusoids(max_len, d_k) # a plain attribute, because this class is not an nn.Module
         self.attention_fn = attention_fn
 
     def rotate(self, x: Float[Tensor, "*batch n d_k"], start: int = 0) -> Float[Tensor, "*batch n d_k"]:
@@ -58,7 +58,7 @@ class RotaryAttention:
 
     @property
     def reference(self) -> 'RotaryAttention':
-        "A copy whose `attention_fn` returns weights: `record_attention` calls it where a fused kernel is in use."
+        "Return a copy with plain attention, for `record_attention`: a fused kernel returns no weights."
         recording = copy.copy(self)
         recording.attention_fn = attention
         return recording
@@ -68,8 +68,8 @@ def alibi_slopes(
 ) -> Float[Tensor, "heads"]:
     """Return each head's slope: a geometric sequence that ends at 2**-8 (Press et al., 2022, section 3).
 
-    If `n_heads` is not a power of two, the authors' code interleaves two such sequences (issue 17 of their repository):
-    weights trained with it need its slopes.
+    If `n_heads` is not a power of two, the authors' code interleaves two such sequences (issue 17 of their repository).
+    To load weights trained with that code, use its slopes.
     """
     return 2 ** (-8 * torch.arange(1, n_heads + 1) / n_heads)
 
@@ -126,7 +126,7 @@ class AlibiAttention:
         return weights @ value, weights
 
 def without_positions(config: 'RelativeConfig') -> TransformerConfig:
-    "The same sizes without positions."
+    "Return the same configuration with `positions='none'`."
     return TransformerConfig(**{**asdict(config), 'positions': 'none'})
 
 @dataclass(frozen=True)
@@ -154,17 +154,17 @@ class RelativeConfig(TransformerConfig):
         return self.d_k or self.d_model // self.n_heads
 
 def rotary_functions(config: RelativeConfig) -> tuple[Callable, Callable]:
-    "The same rotation in encoder and decoder."
+    "Return one rotation for encoder and decoder."
     rotary = RotaryAttention(config.head_size, config.max_len)
     return rotary, rotary
 
 def alibi_functions(config: RelativeConfig) -> tuple[Callable, Callable]:
-    "The same bias in encoder and decoder."
+    "Return one symmetric bias for encoder and decoder."
     symmetric = AlibiAttention(config.n_heads)
     return symmetric, symmetric
 
 def directional_alibi_functions(config: RelativeConfig) -> tuple[Callable, Callable]:
-    "One-sided heads in the encoder only."
+    "Return one-sided heads for the encoder, symmetric ones for the decoder."
     symmetric = AlibiAttention(config.n_heads) # in the decoder, the causal mask hides the right side
     return AlibiAttention(config.n_heads, directional=True), symmetric
 
