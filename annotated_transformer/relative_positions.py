@@ -154,12 +154,12 @@ class RelativeConfig(TransformerConfig):
         return self.d_k or self.d_model // self.n_heads
 
 def rotary_functions(config: RelativeConfig) -> tuple[Callable, Callable]:
-    "Return one rotation for encoder and decoder."
+    "Return the rotation for the encoder and for the decoder: the same object."
     rotary = RotaryAttention(config.head_size, config.max_len)
     return rotary, rotary
 
 def alibi_functions(config: RelativeConfig) -> tuple[Callable, Callable]:
-    "Return one symmetric bias for encoder and decoder."
+    "Return the attention of the encoder and of the decoder: the same symmetric bias."
     symmetric = AlibiAttention(config.n_heads)
     return symmetric, symmetric
 
