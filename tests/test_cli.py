@@ -1152,12 +1152,14 @@ def test_attention_refuses_other_endings(tmp_path, fails):
 
 def test_demo(tmp_path, monkeypatch, run):
     splits = {split: load_corpus('toy-ende')[split][:20] for split in ('test', 'test_long', 'test_combinations')}
-    monkeypatch.setattr(train_command, 'train', lambda *args, **options: Translator.load())
+    runs = []
+    monkeypatch.setattr(train_command, 'train', lambda run, *args, **options: runs.append(run) or Translator.load())
     monkeypatch.setattr(train_command, 'load_corpus', lambda config: splits)
     monkeypatch.setattr(train_command, 'phenomenon_scores', lambda split, translations: {'negation': score(['a b'], ['a b'])})
     text = run('demo', '--out', tmp_path).out
     assert all(f'\n{split}: BLEU ' in text for split in splits) and 'negation' in text
     assert (tmp_path / 'attention.png').stat().st_size > 10_000
+    assert runs[0].training.max_epochs == 6 # the recipe has 8: four minutes on two cores
 
 
 def test_export_and_import(trained, tmp_path, fails, run):
