@@ -68,8 +68,9 @@ def alibi_slopes(
 ) -> Float[Tensor, "heads"]:
     """Return each head's slope: a geometric sequence that ends at 2**-8 (Press et al., 2022, section 3).
 
-    If `n_heads` is not a power of two, the authors' code interleaves two such sequences (issue 17 of their repository).
-    To load weights trained with that code, use its slopes.
+    If `n_heads` is not a power of two, the authors' code takes the slopes for the next smaller power of two,
+    and appends every second slope for twice that many heads (issue 17 of their repository). To load weights trained
+    with that code, use its slopes.
     """
     return 2 ** (-8 * torch.arange(1, n_heads + 1) / n_heads)
 
