@@ -106,12 +106,14 @@ def test_wheel_holds_the_package_alone(wheel):
     assert 'annotated_transformer/py.typed' in names
 
 
+@pytest.mark.slow
 def test_torch_is_left_alone(installed):
     _, before, after = installed
     assert before[0] == metadata.version('torch') and len(before[1]) > 1000
     assert after == before
 
 
+@pytest.mark.slow
 def test_development_tools_are_not_there(installed, elsewhere):
     found = call(installed[0], '-c', (
         'from importlib.util import find_spec\n'
@@ -120,6 +122,7 @@ def test_development_tools_are_not_there(installed, elsewhere):
     assert found.strip() == '[]'
 
 
+@pytest.mark.slow
 def test_every_module_imports_without_the_extras(installed, elsewhere):
     "All but those that draw: they need the extra `plot`."
     names = ['.'.join(p.relative_to(ROOT).with_suffix('').parts)
@@ -130,6 +133,7 @@ def test_every_module_imports_without_the_extras(installed, elsewhere):
     assert Path(where.strip()).is_relative_to(elsewhere)
 
 
+@pytest.mark.slow
 def test_a_small_real_use(installed, elsewhere):
     "A model that has learned nothing still encodes, decodes and stops."
     call(installed[0], '-c', '''
@@ -146,12 +150,14 @@ assert len(greedy(model, src, max_extra_tokens=7)) == 2
 ''', cwd=elsewhere)
 
 
+@pytest.mark.slow
 def test_the_command_is_there(installed, elsewhere):
     command = shutil.which('annotated-transformer', path=str(installed[0].parent))
     said = call(command, '--help', cwd=elsewhere)
     assert all(name in said for name in ('train', 'translate', 'evaluate', 'demo'))
 
 
+@pytest.mark.slow
 def test_it_answers_right_after_installation(installed, elsewhere):
     "No training, no network, no folder: the toy model is in the wheel."
     command = shutil.which('annotated-transformer', path=str(installed[0].parent))
