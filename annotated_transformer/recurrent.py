@@ -3,7 +3,7 @@
 """A recurrent baseline: meet the model that the Transformer replaced: an LSTM encoder-decoder with attention,
 compared at equal size."""
 
-__all__ = ['AttentionKind', 'RecurrentConfig', 'encode_no_sentences', 'RecurrentEncoder', 'concatenate_directions',
+__all__ = ['AttentionKind', 'RecurrentConfig', 'RecurrentEncoder', 'concatenate_directions', 'encode_no_sentences',
            'AlignmentModel', 'RecurrentSteps', 'RecurrentState', 'Recurrent']
 
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ class RecurrentConfig:
     :param n_layers: layers of the encoder, and of the decoder
     :param d_model: an even number: each direction of the encoder has half of it
     :param attention: after Bahdanau et al. (2015), or 'general' after Luong et al. (2015)
-    :param dropout: on embeddings, between layers, and on the input of the output layer
-    :param max_len: largest number of positions of a sentence
+    :param dropout: on embeddings, between encoder layers, on decoder states and attentional vectors
+    :param max_len: most tokens of a sentence in training and decoding; the layers have no such limit
     :param tied: both embeddings and the output layer share one matrix
     """
     vocab_size: int = 37_000
@@ -51,15 +51,6 @@ class RecurrentConfig:
             raise ValueError(f'dropout={self.dropout} must be at least 0 and below 1')
         if self.attention not in get_args(AttentionKind):
             raise ValueError(f'attention={self.attention!r} is unknown: choose {" or ".join(get_args(AttentionKind))}')
-
-def encode_no_sentences(
-    lstm: nn.LSTM,
-    x: Float[Tensor, "0 n d_model"],
-) -> tuple[Float[Tensor, "0 n d_model"], Float[Tensor, "layers 0 d_model"], Float[Tensor, "layers 0 d_model"]]:
-    "Return the encoder's results for an empty batch (possible in distributed training), with zero gradients."
-    x = x + 0 * sum(p.sum() for p in lstm.parameters())
-    state = x.new_zeros(lstm.num_layers, 0, x.size(2))
-    return x, state, state
 
 class RecurrentEncoder(nn.Module):
     "A bidirectional LSTM over padded sentences."
@@ -89,10 +80,20 @@ class RecurrentEncoder(nn.Module):
 def concatenate_directions(
     state: Float[Tensor, "layers_and_directions s half"],
 ) -> Float[Tensor, "layers s d_model"]:
-    "Put the final states of both directions of each layer side by side."
+    "Concatenate the final states of both directions of each layer."
     left_to_right = state[0::2]
     right_to_left = state[1::2]
     return torch.cat([left_to_right, right_to_left], dim=-1)
+
+def encode_no_sentences(
+    lstm: nn.LSTM,
+    x: Float[Tensor, "0 n d_model"],
+) -> tuple[Float[Tensor, "0 n d_model"], Float[Tensor, "layers 0 d_model"], Float[Tensor, "layers 0 d_model"]]:
+    "Return the encoder's results for an empty batch (possible in distributed training), with zero gradients."
+    # every parameter takes part, so that each gets a gradient
+    x = x + 0 * sum(p.sum() for p in lstm.parameters())
+    state = x.new_zeros(lstm.num_layers, 0, x.size(2))
+    return x, state, state
 
 class AlignmentModel(nn.Module):
     "Logits of the attention over the source, additive or general. `keys` are computed once for each sentence."
@@ -118,8 +119,9 @@ class AlignmentModel(nn.Module):
         """
         if not self.is_additive:
             return query @ keys.mT
-        hidden = (self.q_proj(query)[:, :, None] + keys[:, None]).tanh() # (s, k, n, d_model)
-        return self.score(hidden)[..., 0]
+        query = self.q_proj(query)[:, :, None]        # (s, k, 1, d_model)
+        activated = torch.tanh(query + keys[:, None]) # (s, k, n, d_model)
+        return self.score(activated)[..., 0]
 
 class RecurrentSteps:
     "The decoder's state for s sentences with k hypotheses each; `step` reads one token and updates it."
@@ -149,7 +151,7 @@ class RecurrentSteps:
         return self.attentional
 
     def logits(self, tokens: Int[Tensor, "s k"]) -> Float[Tensor, "s k vocab_size"]:
-        "Feed the last token of each hypothesis; return the logits of the next one."
+        "Feed the last token of each hypothesis; return the logits of the next token."
         output = self.step(self.model.embed(tokens.flatten(), self.model.tgt_embed))
         return self.model.lm_head(output).unflatten(0, tokens.shape)
 
@@ -157,7 +159,7 @@ class RecurrentState(RecurrentSteps):
     "The state of a search, with the methods of `inference.DecoderState`."
     def reorder(self, parents: Int[Tensor, "s j"]) -> None:
         "Replace the k hypotheses of each sentence by j; `parents` says which old one each new one copies."
-        # the hypotheses of sentence i are k rows, from row i * k on
+        # the hypotheses of sentence i are k rows, from row i * k on; k is still the old number
         first_row = torch.arange(len(parents), device=parents.device)[:, None] * self.n_hypotheses
         self.n_hypotheses = parents.size(1)
         self.select_hypotheses((first_row + parents).flatten())
@@ -226,7 +228,7 @@ class Recurrent(nn.Module):
     def attention_maps(
         self, src: Int[Tensor, "1 n"], tgt: Int[Tensor, "1 m"],
     ) -> tuple[None, None, Float[Tensor, "1 1 m n"]]:
-        "Return the cross-attention maps; None stands for the self-attentions, which this model lacks."
+        "Return cross-attention maps of one layer and one head; None stands for the missing self-attentions."
         _, weights = self.run(src, tgt)
         return None, None, weights[None]
 
