@@ -3,15 +3,11 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
-
-NEEDS = 'the extra `onnx` is not installed'
-onnx = pytest.importorskip('onnx', reason=NEEDS)
-onnxruntime = pytest.importorskip('onnxruntime', reason=NEEDS)
-pytest.importorskip('onnxscript', reason=NEEDS)
 
 from annotated_transformer import onnx_export
 from annotated_transformer.attention_maps import attention_maps
@@ -29,6 +25,8 @@ from annotated_transformer.transformer import TransformerConfig
 from annotated_transformer.translator import SHIPPED, Translator
 from annotated_transformer.vocabulary import BOS, EOS, PAD, SPECIALS, WordTokenizer
 
+pytestmark = pytest.mark.skipif(not all(map(find_spec, ('onnx', 'onnxruntime', 'onnxscript'))),
+                                reason='the extra `onnx` is not installed')
 WORDS = WordTokenizer([*SPECIALS, *[f'w{i}' for i in range(40)]], ('en', 'de'))
 SIZES = {'vocab_size': len(WORDS), 'n_layers': 1, 'd_model': 16, 'd_ff': 24, 'n_heads': 4, 'max_len': 30}
 
@@ -116,6 +114,7 @@ def test_attention_weights(shipped, src):
 @pytest.mark.slow
 def test_files_need_nothing_of_this_package(shipped, src):
     "A valid ONNX file with named axes, and a greedy search that imports onnxruntime and numpy alone."
+    import onnx
     for name in onnx_export.GRAPHS:
         onnx.checker.check_model(onnx.load(shipped / name), full_check=True)
     shapes = {tensor.name: tensor.shape for tensor in OnnxModel(shipped).decoder.get_inputs()}
