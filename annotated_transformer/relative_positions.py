@@ -69,8 +69,8 @@ def alibi_slopes(
     """Return each head's slope: a geometric sequence that ends at 2**-8 (Press et al., 2022, section 3).
 
     If `n_heads` is not a power of two, the authors' code takes the slopes for the next smaller power of two,
-    and appends every second slope for twice that many heads (issue 17 of their repository). To load weights trained
-    with that code, use its slopes.
+    and fills up with every second slope for twice that many heads (issue 17 of their repository). To load weights
+    trained with that code, use its slopes.
     """
     return 2 ** (-8 * torch.arange(1, n_heads + 1) / n_heads)
 
@@ -105,7 +105,7 @@ class AlibiAttention:
     def side_mask(self, offset: Int[Tensor, "m n"]) -> Bool[Tensor, "heads m n"]:
         "Return which keys are on each head's side."
         half = len(self.slopes) // 2
-        left = (offset <= 0).expand(half, -1, -1)
+        left = (offset <= 0).expand(half, -1, -1)                      # (heads / 2, m, n)
         right = (offset >= 0).expand(half, -1, -1)
         return torch.cat([left, right])
 
