@@ -16,8 +16,8 @@ with the second, and so on. Every finished run is added to the record at once, s
 The settings were chosen with other seeds.
 
 Page 40 states seven predictions that were written before the runs of `short` and `joined`, and two that were written
-before those of `long`. Earlier versions of the page left the seventh out: the fall of BLEU from `test` to `test_long` is
-smaller for rotary models than for sinusoids (both on `short`). It is not decided, and changes no other verdict.
+before those of `long`. Earlier versions of the page left the seventh out: the fall of BLEU from `test` to `test_long`
+is smaller for rotary models than for sinusoids (both on `short`). It is not decided, and changes no other verdict.
 """
 import argparse
 import json
