@@ -76,8 +76,9 @@ def address(**params):
 
 # --- the same model as in Python
 
-def test_greedy_translations_are_those_of_python(visit, translator):
-    texts = [pair.src for pair in itertools.islice(toy_pairs('test'), 60)]
+@pytest.mark.parametrize('n', [60, pytest.param(500, marks=pytest.mark.site)])
+def test_greedy_translations_are_those_of_python(visit, translator, n):
+    texts = [pair.src for pair in itertools.islice(toy_pairs('test'), n)]
     found = visit().evaluate('''texts => texts.map(text => {
         const {model, tokenizer, generate, chooseBest} = explainer
         return generate(model, model.encode([...tokenizer.encode(text), 2]), chooseBest).tokens
@@ -85,8 +86,8 @@ def test_greedy_translations_are_those_of_python(visit, translator):
     })''', texts)
     rows = [translator.tokenizer.encode(text) for text in texts]
     expected = []
-    for start in range(0, len(rows), 30):
-        expected += greedy(translator.model, pad_rows(rows[start:start + 30], last=EOS))
+    for start in range(0, n, 50):
+        expected += greedy(translator.model, pad_rows(rows[start:start + 50], last=EOS))
     assert found == expected
 
 
