@@ -156,6 +156,7 @@ def test_pairs_are_encoded_and_truncated_with_a_warning():
     assert batch.src.size(1) == batch.tgt_in.size(1) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (MULTI30K / 'train.de.gz').exists(),
                     reason='no Multi30k: set ANNOTATED_TRANSFORMER_MULTI30K to its folder')
 def test_padding_of_multi30k_is_as_the_page_says():

@@ -162,6 +162,7 @@ def test_holm_decides_more_than_bonferroni():
     assert sum(p <= 0.05 / 4 for p in p_values) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('n_true', [0, 3]) # claims whose predicted effect is real, among five
 def test_the_correction_limits_the_risk_of_any_false_alarm(n_true):
     rng = np.random.default_rng(6)

@@ -459,6 +459,7 @@ def test_one_shard_is_mapped_at_a_time(prepared, monkeypatch):
     assert as_lists(found) == [everything[i] for i in rows]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
     "Four times as many pairs. With the lengths of all pairs in memory, the peak would grow by 0.4 MB."
     monkeypatch.setattr(loader_module, 'WINDOW', 2048)
@@ -526,6 +527,7 @@ def test_bpe_dropout_needs_text(prepared):
 DATA = Path(os.environ.get('ANNOTATED_TRANSFORMER_MULTI30K')
             or Path(__file__).resolve().parents[2] / 'shared/data/multi30k')
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason='no Multi30k: set ANNOTATED_TRANSFORMER_MULTI30K to its folder')
 def test_a_tokenizer_of_a_tenth_of_multi30k_costs_a_few_percent():
     "The figures of page 23."

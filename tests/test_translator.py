@@ -352,6 +352,7 @@ def peak_memory(translator, n_lines):
     return peak
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:truncated to')
 def test_memory_does_not_grow_with_the_stream(translator):
     peak_memory(translator, 10)

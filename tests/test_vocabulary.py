@@ -175,6 +175,7 @@ def test_joiners_stand_on_punctuation():
     assert add_joiners(words) == ['T', '￭-￭', 'shirt', 'do', "￭n't"]
 
 
+@pytest.mark.slow
 def test_spacy_does_not_grow_for_ever(monkeypatch):
     import spacy
     made = []

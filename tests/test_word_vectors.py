@@ -74,6 +74,7 @@ def test_a_file_that_holds_no_vectors(tmp_path, data, said):
         load_vectors(tmp_path / 'none.txt', WORDS, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path('/proc/self/status').is_file(), reason='peak memory is read from /proc')
 def test_a_large_file_is_streamed(tmp_path):
     "30 MB of vectors of which three are needed: memory grows by little."
