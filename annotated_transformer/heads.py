@@ -277,9 +277,9 @@ def prune_heads(model: nn.Module, heads: Iterable[Head]) -> PrunedTransformer:
     kept = dict(getattr(model.config, 'kept_heads', {}))
     for name, indices in removed.items():
         numbers = kept_heads(model.config, name)
-        stay = [i for i in range(len(numbers)) if i not in indices]
-        kept[name] = [numbers[i] for i in stay]
-        smaller.set_submodule(name, PrunedAttention(smaller.get_submodule(name), stay))
+        kept_indices = [i for i in range(len(numbers)) if i not in indices]
+        kept[name] = [numbers[i] for i in kept_indices]
+        smaller.set_submodule(name, PrunedAttention(smaller.get_submodule(name), kept_indices))
     pruned = PrunedTransformer(PrunedConfig(**asdict(model.config) | {'kept_heads': kept}))
     for name, module in smaller.named_children(): # move the parts of the pruned copy into the new model
         setattr(pruned, name, module)
@@ -379,7 +379,7 @@ def tune_gates(
     optimizer = torch.optim.Adam([{'params': model.parameters(), 'lr': lr},
                                   {'params': gates.parameters(), 'lr': gate_lr}], betas=(0.9, 0.98))
     for step, batch in enumerate(batches):
-        torch.manual_seed(1_000_003 * seed + step)
+        torch.manual_seed(1_000_003 * seed + step) # draws do not depend on earlier ones
         drawn = gates_by_attention(model, heads, gates.draw(len(batch), 1)) # other gates for each sentence
         with gated_heads(model, drawn):
             loss = batch_loss(model, batch, label_smoothing)
