@@ -591,7 +591,7 @@ HELD_OUT = {
 
 def check_held_out(model_class, bug=None):
     torch.manual_seed(0)
-    return check_transformer(model_class(bug), tied=model_class is Plain)
+    return check_transformer(model_class(bug), make=lambda: model_class(bug), tied=model_class is Plain)
 
 
 # --- training

@@ -5,6 +5,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -51,9 +52,9 @@ def test_our_models_pass_every_check(name):
 def test_relative_positions(positions, failed):
     "ALiBi with one slope for both directions cannot tell a source from its reversal."
     torch.manual_seed(0)
-    model = RelativeTransformer(RelativeConfig(19, n_layers=1, d_model=32, d_ff=48, n_heads=4, max_len=16,
-                                               positions=positions))
-    report = check_transformer(model, positions='relative', tied=True, only=CHEAP)
+    config = RelativeConfig(19, n_layers=1, d_model=32, d_ff=48, n_heads=4, max_len=16, positions=positions)
+    report = check_transformer(RelativeTransformer(config), make=lambda: RelativeTransformer(config),
+                               positions='relative', tied=True, only=CHEAP)
     assert report.failed == failed and report.not_applicable == ['without positions']
 
 
@@ -64,8 +65,9 @@ def test_models_of_other_design_pass(model_class):
 
 def test_recurrent_model_passes():
     torch.manual_seed(0)
-    model = Recurrent(RecurrentConfig(19, n_layers=1, d_model=32, max_len=16))
-    report = check_transformer(model, tied=True, skip=['without positions', 'overfit', 'mixed precision'])
+    config = RecurrentConfig(19, n_layers=1, d_model=32, max_len=16)
+    report = check_transformer(Recurrent(config), make=lambda: Recurrent(config), tied=True,
+                               skip=['without positions', 'overfit', 'mixed precision'])
     assert not report.failed, report
 
 
@@ -82,7 +84,8 @@ def test_marian_passes_and_its_missing_attention_mask_is_found():
         return model(input_ids=src, decoder_input_ids=tgt, use_cache=False, **masks).logits
 
     def correct(model, src, tgt): return call(model, src, tgt, attention_mask=src.ne(22).long())
-    report = check_transformer(model, correct, pad=22, tied=True, only=CHEAP)
+    report = check_transformer(model, correct, pad=22, tied=True, make=lambda: transformers.MarianMTModel(config),
+                               only=CHEAP)
     assert not report.failed and report.not_applicable == ['device'], report
     assert check_transformer(model, call, pad=22, only=['source padding']).failed == ['source padding']
 
@@ -106,11 +109,31 @@ def test_skipped_checks_and_missing_properties():
     model = build(replace(CONFIG, dropout=0.0, positions='none'))
     report = check_transformer(model, positions='none', pad=None, skip=['dropout', 'initial loss'])
     assert not report.failed
-    assert set(report.not_applicable) == {'source padding', 'target padding', 'source order', 'target order', 'tied'}
+    assert set(report.not_applicable) == {'source padding', 'target padding', 'source order', 'target order', 'tied',
+                                          'state dict'}
     with pytest.raises(AssertionError, match='source padding'):
         report.raise_if_failed(strict=True)
     assert check_transformer(model, only=['dropout', 'source order'], positions='absolute').failed == [
         'source order', 'dropout']
+
+
+def test_the_state_dict_needs_a_second_model_with_other_weights():
+    "The first model's copy would share what is not saved, and so would a model built with the same seed."
+    with bugs.context('random table, not saved'):
+        model = bugs.build('random table, not saved')
+        missing = check_transformer(model, only=['state dict'])
+        same = check_transformer(model, only=['state dict'], make=lambda: bugs.build('random table, not saved'))
+        other = check_transformer(model, only=['state dict'], make=lambda: bugs.build('random table, not saved', 1))
+    assert missing.not_applicable == same.not_applicable == ['state dict']
+    assert 'pass make=' in missing['state dict'].observed and 'another seed' in same['state dict'].observed
+    assert other.failed == ['state dict']
+
+
+def test_padding_that_is_looked_for_in_the_first_row_only_is_found():
+    def first_row_decides(ids, pad):
+        return ((ids != pad) | ~(ids[0] == pad).any())[:, None, None]
+    with patch.object(bugs.transformer_module, 'padding_mask', first_row_decides):
+        assert check_transformer(build(), only=['source padding']).failed == ['source padding']
 
 
 # --- planted bugs
@@ -140,6 +163,8 @@ def test_record_is_of_the_present_bugs_and_checks():
         failed = [check for check in record['bugs'][name]['failed'] if check in CHEAP]
         assert bugs.check(name, only=CHEAP).failed == failed
     assert len(record['held_out']) == sum(map(len, bugs.HELD_OUT.values())) + len(bugs.HELD_OUT)
+    for name in 'dropout_p in eval mode', 'decoder blocks in a tuple':
+        assert bugs.check_held_out(bugs.Plain, name).failed == record['held_out'][f'Plain: {name}']['failed']
 
 
 def test_training_of_the_benchmark():
@@ -207,9 +232,19 @@ def test_positions_without_a_module_need_the_model_without_them():
     report = check_transformer(model, only=['without positions', 'source order'])
     assert report.not_applicable == ['without positions'] and not report.failed
     assert 'pass without_positions=' in report['without positions'].observed
-    bare = WithoutPositions().double().eval()
+    bare = WithoutPositions()
     bare.load_state_dict(model.state_dict())
     check_transformer(model, only=['without positions'], without_positions=bare).raise_if_failed(strict=True)
+    assert bare.training and next(bare.parameters()).dtype == torch.float32
+
+
+def test_a_causal_encoder_is_found_with_a_copy_without_positions():
+    for bug, failed in (None, []), ('is_causal in the encoder', ['without positions']):
+        torch.manual_seed(0)
+        model = bugs.Plain(bug)
+        flat = copy.deepcopy(model)
+        nn.init.zeros_(flat.wpe.weight)
+        assert check_transformer(model, without_positions=flat, only=['without positions']).failed == failed
 
 
 def test_a_module_that_embeds_tokens_and_positions_is_not_switched_off():
