@@ -3,8 +3,8 @@
 """Pruning heads: measure how much each head of a trained model matters, and remove those that matter little."""
 
 __all__ = ['HEAD_KINDS', 'Head', 'attention_names', 'kept_heads', 'heads_of', 'head_indices', 'without_heads', 'leave_one_out',
-           'gated_heads', 'gradient_importance', 'normalized', 'rank_correlation', 'PrunedConfig', 'PrunedAttention',
-           'linear_from', 'select_rows', 'select_columns', 'PrunedTransformer', 'prune_heads', 'pruning_curve',
+           'gated_heads', 'gradient_importance', 'normalized', 'rank_correlation', 'PrunedConfig', 'linear_from',
+           'select_rows', 'select_columns', 'PrunedAttention', 'PrunedTransformer', 'prune_heads', 'pruning_curve',
            'HardConcrete', 'gates_by_attention', 'close_gates', 'tune_gates', 'head_statistics']
 
 import copy
@@ -204,25 +204,6 @@ class PrunedConfig(TransformerConfig):
         ordered = {name: sorted(self.kept_heads[name]) for name in names if name in self.kept_heads}
         object.__setattr__(self, 'kept_heads', ordered)
 
-class PrunedAttention(MultiHeadAttention):
-    """A multi-head attention with some of another one's heads, perhaps with none: then its output is the bias.
-
-    :param whole: its weights are copied
-    :param indices: of the heads to keep
-    """
-    def __init__(self, whole: MultiHeadAttention, indices: Sequence[int]):
-        nn.Module.__init__(self) # not the parent's, which would create projections for all heads
-        self.n_heads = len(indices)
-        self.attention_fn = whole.attention_fn
-        for name in ('q_proj', 'k_proj', 'v_proj'):
-            setattr(self, name, select_rows(getattr(whole, name), whole.n_heads, indices))
-        self.out_proj = select_columns(whole.out_proj, whole.n_heads, indices)
-
-    def split_heads(self, x: Float[Tensor, "batch n features"]) -> Float[Tensor, "batch heads n d"]:
-        "Give each head its own slice of the features."
-        d = x.size(-1) // self.n_heads if self.n_heads else 1 # without heads there are no features to split
-        return x.unflatten(-1, (self.n_heads, d)).transpose(1, 2)
-
 def linear_from(weight: Tensor, bias: Tensor) -> nn.Linear:
     "Return a linear layer with copies of these weights; a size may be 0."
     layer = nn.Linear(1, 1) # its weights are replaced: PyTorch warns when it initializes a layer of size 0
@@ -241,6 +222,25 @@ def select_columns(linear: nn.Linear, n_heads: int, indices: Sequence[int]) -> n
     "Keep the inputs that belong to some heads."
     weight = linear.weight.unflatten(1, (n_heads, -1))[:, list(indices)].flatten(1)
     return linear_from(weight, linear.bias)
+
+class PrunedAttention(MultiHeadAttention):
+    """A multi-head attention with some of another one's heads, perhaps with none: then its output is the bias.
+
+    :param whole: its weights are copied
+    :param indices: of the heads to keep
+    """
+    def __init__(self, whole: MultiHeadAttention, indices: Sequence[int]):
+        nn.Module.__init__(self) # not the parent's, which would create projections for all heads
+        self.n_heads = len(indices)
+        self.attention_fn = whole.attention_fn
+        for name in ('q_proj', 'k_proj', 'v_proj'):
+            setattr(self, name, select_rows(getattr(whole, name), whole.n_heads, indices))
+        self.out_proj = select_columns(whole.out_proj, whole.n_heads, indices)
+
+    def split_heads(self, x: Float[Tensor, "batch n features"]) -> Float[Tensor, "batch heads n d"]:
+        "Give each head its own slice of the features."
+        d = x.size(-1) // self.n_heads if self.n_heads else 1 # without heads there are no features to split
+        return x.unflatten(-1, (self.n_heads, d)).transpose(1, 2)
 
 class PrunedTransformer(Transformer):
     "A Transformer whose attentions have the heads of `config.kept_heads`."
