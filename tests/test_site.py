@@ -474,4 +474,4 @@ def test_tasks_of_a_newcomer(visit):
     assert 'length_penalty' in page.locator('dt:target').inner_text()
     page = visit('index')
     page.locator('nav a', has_text='01 Attention').first.click()
-    assert page.locator('h2', has_text='Masks').is_visible()
+    page.locator('h2', has_text='Masks').wait_for()
