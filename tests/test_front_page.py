@@ -46,7 +46,8 @@ def test_commands_exist():
 def test_commands_of_the_guide_exist(tmp_path, monkeypatch):
     from annotated_transformer.cli import parse
     from annotated_transformer.translator import SHIPPED
-    shutil.copytree(SHIPPED, tmp_path / 'runs/first') # to start from
+    for name in 'first', 'toy': # to start from
+        shutil.copytree(SHIPPED, tmp_path / 'runs' / name)
     monkeypatch.chdir(tmp_path)
     cells = json.loads((ROOT / 'nbs/34_your_own_data.ipynb').read_text(encoding='utf-8'))['cells']
     text = '\n'.join(''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown')
