@@ -46,10 +46,12 @@ def student_tail(df: int) -> tuple[np.ndarray, np.ndarray]:
     :param df: degrees of freedom: the number of values less one
     :return: angles from 0 to pi / 2; for each, the probability
     """
-    # If T = sqrt(df) tan(angle), the density of the angle is proportional to cos(angle) ** (df - 1).
+    # Substitute T = sqrt(df) tan(angle): the infinite range becomes finite, and the density of the angle is
+    # proportional to cos(angle) ** (df - 1).
     angles = np.linspace(0, math.pi / 2, 100_001)
-    mass = np.cos((angles[1:] + angles[:-1]) / 2) ** (df - 1)
-    tail = np.append(mass[::-1].cumsum()[::-1], 0)
+    midpoints = (angles[1:] + angles[:-1]) / 2
+    mass = np.cos(midpoints) ** (df - 1)
+    tail = np.append(mass[::-1].cumsum()[::-1], 0) # for each angle, the mass from there to the end
     return angles, tail / tail[0]
 
 def t_quantile(df: int, confidence: float = 0.95) -> float:
@@ -105,7 +107,7 @@ def paired_difference(a, b, confidence: float = 0.95) -> PairedDifference:
     mean = float(differences.mean())
     deviation = float(differences.std(ddof=1))
     if deviation:
-        effect_size = mean / deviation * (1 - 3 / (4 * len(differences) - 5))
+        effect_size = mean / deviation * (1 - 3 / (4 * len(differences) - 5)) # Hedges' correction
     else:
         effect_size = math.copysign(math.inf, mean) if mean else 0.0
     return PairedDifference(mean, low, high, confidence, effect_size, tuple(differences.tolist()))
@@ -127,6 +129,8 @@ def region(prediction: Prediction, margin: float = 0.0) -> tuple[float, float]:
 def verdict(difference: PairedDifference, prediction: Prediction, margin: float = 0.0) -> str:
     """Compare the interval of a difference with the region that a prediction names.
 
+    For 'equal', this is stricter than two one-sided tests (TOST), which need only a 90% interval.
+
     Raises ValueError if equality is predicted without a margin.
 
     :param margin: differences up to this size do not matter; chosen before the run
@@ -140,14 +144,15 @@ def verdict(difference: PairedDifference, prediction: Prediction, margin: float 
     return 'not decided'
 
 def p_value(difference: PairedDifference, prediction: Prediction, margin: float = 0.0) -> float:
-    """Return the two-sided p-value of the t test that the true difference lies on the edge of the predicted region.
+    """Return the two-sided p-value of the t test that the true difference lies on a boundary of the region.
 
-    It is the significance level at which Student's interval just touches an edge of the region.
+    It is the significance level at which Student's interval just touches a boundary of the region: small for
+    confirmed and for contradicted predictions.
 
     :param margin: differences up to this size do not matter; chosen before the run
     """
-    edges = [edge for edge in region(prediction, margin) if math.isfinite(edge)]
-    distance = min(abs(difference.mean - edge) for edge in edges)
+    boundaries = [boundary for boundary in region(prediction, margin) if math.isfinite(boundary)]
+    distance = min(abs(difference.mean - boundary) for boundary in boundaries)
     standard_error = np.std(difference.differences, ddof=1) / math.sqrt(len(difference.differences))
     if not standard_error:
         return 0.0
@@ -165,7 +170,7 @@ def holm_levels(p_values: Sequence[float], alpha: float = 0.05) -> list[float]:
     n_open = len(p_values)
     for i in sorted(range(len(p_values)), key=lambda i: p_values[i]):
         levels[i] = alpha / n_open
-        if p_values[i] <= levels[i]: # rejected; otherwise all larger p-values are tested at this level, too
+        if p_values[i] <= levels[i]: # otherwise larger p-values, tested at the same level, fail too
             n_open -= 1
     return levels
 
@@ -297,7 +302,7 @@ def seeds_needed(
 ) -> int:
     """Return the fewest paired seeds that confirm a true claim with this power.
 
-    Raises ValueError beyond 100 seeds, or if equality is predicted without a margin.
+    Raises ValueError beyond 100 seeds, if `effect_size` makes the claim false, or if equality has no margin.
 
     :param n_claims: claims tested together
     :param effect_size: the true mean difference, in standard deviations of the differences
@@ -306,11 +311,14 @@ def seeds_needed(
     :param margin: of the prediction, in standard deviations of the differences
     """
     start, end = region(prediction, margin)
+    if not start < effect_size < end:
+        raise ValueError(f'effect_size={effect_size} contradicts {prediction!r}: choose one between {start} and {end}')
     noise = np.random.default_rng(0).normal(size=(4000, 100))
     for n in range(2, 101):
         differences = effect_size + noise[:, :n]
         means = differences.mean(axis=1)
-        half_widths = t_quantile(n - 1, 1 - alpha / n_claims) * differences.std(axis=1, ddof=1) / math.sqrt(n)
+        standard_errors = differences.std(axis=1, ddof=1) / math.sqrt(n)
+        half_widths = t_quantile(n - 1, 1 - alpha / n_claims) * standard_errors
         if np.mean((start < means - half_widths) & (means + half_widths < end)) >= power:
             return n
-    raise ValueError(f'effect_size={effect_size} needs more than 100 seeds: look for a larger effect')
+    raise ValueError(f'effect_size={effect_size} needs more than 100 seeds: look for a larger effect or less noise')

@@ -196,6 +196,13 @@ def test_too_many_seeds_needed():
         seeds_needed(1, 0.1)
 
 
+@pytest.mark.parametrize('prediction, margin, effect_size', [
+    ('equal', 1.0, 1.5), ('higher', 0.0, -1.0), ('lower', 0.0, 1.0)])
+def test_no_number_of_seeds_confirms_a_false_claim(prediction, margin, effect_size):
+    with pytest.raises(ValueError, match=f"contradicts '{prediction}': choose one between"):
+        seeds_needed(1, effect_size, prediction=prediction, margin=margin)
+
+
 @pytest.mark.parametrize('low, high, prediction, margin, expected', [
     (1.0, 3.0, 'higher', 0.0, 'confirmed'),
     (1.0, 3.0, 'lower', 0.0, 'contradicted'),
