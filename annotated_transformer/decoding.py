@@ -159,7 +159,7 @@ def beam_search(
         log_prob = best[active]
         if len(finished) == n_best:
             bound = normalized_score(log_prob[0].item(), limit, length_penalty)
-            if beam_size == 1 or finished[-1].normalized_score >= bound: # 1: stop at the first EOS
+            if beam_size == 1 or finished[-1].normalized_score >= bound: # 1 is greedy: stop at EOS
                 return finished # no active hypothesis can win
     for i in range(n_best - len(finished)): # fill up with truncated hypotheses
         normalized = normalized_score(log_prob[i].item(), limit, length_penalty)
