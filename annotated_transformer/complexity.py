@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .attention import attention
 
 def lstm_steps(lstm: nn.LSTM, x: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n hidden"]:
-    """Return `lstm(x)[0]`, computed one position at a time.
+    """Return `lstm(x)[0]`, computed one position at a time, so that its operations can be counted.
 
     :param lstm: one layer, one direction, batch_first
     """
@@ -58,7 +58,7 @@ def restricted_attention(
     window = torch.arange(n, device=query.device)[:, None] + offset # (n, r): each window
     exists = ((0 <= window) & (window < n)).unsqueeze(1) # (n, 1, r): False beyond the ends
     window = window.clamp(0, n - 1) # beyond the ends: any position, since `exists` masks it
-    query = query.unsqueeze(3) # (batch, heads, n, 1, d_k); the keys are (batch, heads, n, r, d_k)
+    query = query.unsqueeze(3) # (batch, heads, n, 1, d_k): one query at each position, and r keys
     output, _ = attention(query, key[:, :, window], value[:, :, window], exists)
     return output.squeeze(3)
 
@@ -86,9 +86,9 @@ def table_1_layers(n: int, d: int, r: int, k: int) -> dict[str, Callable[[], Ten
             'restricted': lambda: restricted_attention(heads, heads, heads, r)}
 
 def sequential_operations(result: Tensor) -> int:
-    "Count the operations in autograd's longest chain up to `result`, with the input as one."
+    "Count the operations in autograd's longest chain up to `result`, including the input as one."
     length = 0
-    needed = {result.grad_fn}
+    needed = {result.grad_fn} # the operations at distance `length` from the result
     while needed:
         length += 1
         sources = [source for node in needed for source, _ in node.next_functions]
