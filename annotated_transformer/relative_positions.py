@@ -34,7 +34,7 @@ def rotate(x: Float[Tensor, "*batch n d_k"], table: Float[Tensor, "n d_k"]) -> F
     return rotated.flatten(-2)
 
 class RotaryAttention:
-    """Rotate queries and keys, then attend. The m queries are the last of the n positions.
+    """Rotate queries and keys, then attend. For self-attention: the m queries are the last of the n positions.
 
     :param d_k: features of a head's queries and keys, an even number
     :param max_len: largest number of positions
@@ -58,7 +58,7 @@ class RotaryAttention:
 
     @property
     def reference(self) -> 'RotaryAttention':
-        "Return a copy with plain attention, for `record_attention`: a fused kernel returns no weights."
+        "Return a copy that returns attention weights, for `attention_maps.record_attention`: a fused kernel does not."
         recording = copy.copy(self)
         recording.attention_fn = attention
         return recording
@@ -68,9 +68,9 @@ def alibi_slopes(
 ) -> Float[Tensor, "heads"]:
     """Return each head's slope: a geometric sequence that ends at 2**-8 (Press et al., 2022, section 3).
 
-    If `n_heads` is not a power of two, the authors' code takes the slopes for the next smaller power of two,
-    and fills up with every second slope for twice that many heads (issue 17 of their repository). To load weights
-    trained with that code, use its slopes.
+    If `n_heads` is not a power of two, the authors' code takes the slopes for the next smaller power of two, and
+    adds every second slope of the sequence for twice that number of heads (issue 17 of their repository). To load
+    weights trained with that code, use its slopes.
     """
     return 2 ** (-8 * torch.arange(1, n_heads + 1) / n_heads)
 
@@ -114,10 +114,9 @@ class AlibiAttention:
         offset = offsets(query.size(-2), key.size(-2), query.device)
         slopes = self.slopes.to(query)                                 # its device and dtype
         bias = -slopes * offset.abs()                                  # (heads, m, n)
-        if self.directional and mask is not None:
-            mask = self.side_mask(offset) & mask
-        elif self.directional:
-            mask = self.side_mask(offset)
+        if self.directional:
+            side = self.side_mask(offset)
+            mask = side if mask is None else side & mask
         logits = query @ key.mT / math.sqrt(query.size(-1)) + bias
         if mask is not None:
             logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
