@@ -246,8 +246,9 @@ def check_without_positions(p: Probe):
             raise NotApplicable('no module is named after positions: pass without_positions=')
         src, tgt = p.pair()
         other = p.replace(src, 0, p.n, p.src_vocab_size)
-        if not relative_error(p.logits(src, tgt), p.logits(other, tgt)) > p.tol:
-            raise NotApplicable(f'{names[0]} also embeds the tokens: pass without_positions=')
+        if relative_error(p.logits(src, tgt), p.logits(other, tgt)) <= p.tol:
+            advice = f': if {names[0]} also embeds the tokens, pass without_positions=' if names else ''
+            raise NotApplicable(f'the logits ignore the source{advice}')
         error = reordering_error(p)[1]
         if p.settings['positions'] == 'relative' and error > p.tol: # they are inside the attention
             raise NotApplicable('relative positions cannot be switched off: pass without_positions=')
@@ -439,4 +440,4 @@ def check_mixed_precision(p: Probe):
 FIRST = ('runs', 'logits', 'parameters', 'evaluation', 'batch', 'source', 'source order', 'encoder',
          'without positions')
 for name in [*FIRST, *[name for name in CHECKS if name not in FIRST]]:
-    CHECKS[name] = CHECKS.pop(name) # to the end
+    CHECKS[name] = CHECKS.pop(name) # a dictionary keeps this order

@@ -259,6 +259,17 @@ def test_a_module_that_embeds_tokens_and_positions_is_not_switched_off():
     assert 'also embeds the tokens' in report['without positions'].observed
 
 
+def test_a_model_without_positions_that_ignores_its_source_is_not_applicable():
+    class Unordered(WithoutPositions): # no *position* in its name
+        pass
+
+    torch.manual_seed(0)
+    report = check_transformer(Unordered(), lambda model, src, tgt: model(torch.ones_like(src), tgt),
+                               positions='none', only=['without positions'])
+    assert report.not_applicable == ['without positions']
+    assert report['without positions'].observed == 'the logits ignore the source'
+
+
 # --- tools for checks
 
 def test_position_modules_are_found_by_name():
