@@ -216,8 +216,8 @@ class CorpusConfig:
                 object.__setattr__(self, name, Path(value))
         if self.corpus not in CORPORA:
             raise ValueError(f'unknown corpus {self.corpus!r}: choose one of {", ".join(CORPORA)}')
-        if not re.fullmatch(r'[A-Za-z_]+-[A-Za-z_]+', self.pair):
-            raise ValueError(f"pair={self.pair!r} must be two languages, such as 'en-de'")
+        if not re.fullmatch(r'[A-Za-z]{2,3}(_[A-Za-z]+)*-[A-Za-z]{2,3}(_[A-Za-z]+)*', self.pair):
+            raise ValueError(f"pair={self.pair!r} must be the codes of two languages, such as 'en-de'")
         if self.held_out < 1:
             raise ValueError(f'held_out={self.held_out} must be positive')
         if self.max_words is not None and self.max_words < 1:

@@ -417,7 +417,7 @@ def prepare(
         for number, (name, pairs) in enumerate(shards(corpus['train'], config.shard_size)):
             if number == 0 and config.corpus.corpus in TEXT_OPTIONS:
                 files = ', '.join(map(str, as_paths(config.corpus.tsv or config.corpus.src)))
-                warn_of_mistakes(pairs, files, config.corpus.corpus == 'tsv')
+                warn_of_mistakes(pairs, files, config.corpus.corpus == 'tsv', config.corpus.langs)
             names.append(name)
             path = folder / name
             if number % step == first - 1 and not path.is_dir():

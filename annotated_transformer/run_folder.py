@@ -4,9 +4,9 @@
 
 __all__ = ['RUN_FILES', 'LIMITS', 'LOCK', 'MODEL_FILES', 'settings_dict', 'data_paths', 'fixed_settings', 'differences',
            'read_run_json', 'stored_settings', 'is_finished', 'data_files', 'data_record', 'changed_files',
-           'check_data', 'check_own_files', 'check_can_resume', 'delete_run', 'claim_folder', 'try_lock', 'lock_holder',
-           'is_same_file', 'lock_file', 'lock_folder', 'is_model_folder', 'check_model_folder', 'is_part_of_run',
-           'check_new_model']
+           'check_data', 'check_own_files', 'check_same_run', 'check_can_resume', 'delete_run', 'claim_folder',
+           'try_lock', 'lock_holder', 'is_same_file', 'lock_file', 'lock_folder', 'is_model_folder',
+           'check_model_folder', 'is_part_of_run', 'check_new_model', 'set_languages']
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .corpora import PATH_OPTIONS, CorpusConfig
-from .files import atomic_write, check_path, checksum, to_json
+from .files import atomic_write, check_path, checksum, read_json, to_json
 from .hub import has_own_card
 from .parallel_text import as_paths
 
@@ -55,8 +55,8 @@ def fixed_settings(settings: dict) -> dict:
     "Return the settings that must not change when a run resumes: all but limits and paths of data files."
     training = {name: value for name, value in settings['training'].items() if name not in LIMITS}
     corpus = {name: value for name, value in settings['corpus'].items() if name not in PATH_OPTIONS}
-    names = list(data_paths(settings['corpus']))
-    return settings | {'training': training, 'corpus': corpus | {'files': names}} # one more file is a change
+    files = {f'--{name.replace("_", "-")}': 'given' for name in data_paths(settings['corpus'])}
+    return settings | {'training': training, 'corpus': corpus} | files # one more file is a change
 
 def differences(old: dict, new: dict, prefix: str = '') -> list[str]:
     "Describe where two nested settings differ."
@@ -182,8 +182,8 @@ def check_own_files(out: Path, config) -> None:
                          f'{", ".join(replaced)}. To resume, delete training.json, and copy config.json and '
                          f'tokenizer.json from {source}')
 
-def check_can_resume(out: Path, config, data: dict[str, dict]) -> None:
-    """Raise ValueError that says why this run cannot resume in its folder.
+def check_same_run(out: Path, config, data: dict[str, dict]) -> None:
+    """Raise ValueError if the folder holds a run with other settings or data, and say what differs.
 
     :param out: the run's folder
     :param config: `recipe.RunConfig`
@@ -195,6 +195,15 @@ def check_can_resume(out: Path, config, data: dict[str, dict]) -> None:
         raise ValueError(f'{out} holds a run with other settings ({"; ".join(changed)}): choose another --out, or '
                          'use --overwrite to start over')
     check_data(out, read_run_json(run_file).get('data', {}), data)
+
+def check_can_resume(out: Path, config, data: dict[str, dict]) -> None:
+    """Raise ValueError that says why this run cannot resume in its folder.
+
+    :param out: the run's folder
+    :param config: `recipe.RunConfig`
+    :param data: `data_record` now
+    """
+    check_same_run(out, config, data)
     check_own_files(out, config)
     if (out / 'training.json').is_file() and not any(out.glob('checkpoints/step-*')):
         raise ValueError(f'{out} holds a finished run without checkpoints, which cannot resume: choose another '
@@ -383,3 +392,13 @@ def check_new_model(folder: str | Path, overwrite: bool = False) -> Path:
         raise FileExistsError(f'{folder} holds a model already ({", ".join(present)}): '
                               'choose another folder, or use overwrite=True to replace it')
     return folder
+
+def set_languages(path: Path, langs: list[str]) -> None:
+    """Label the languages of a tokenizer, and update its checksum in the manifest of a checkpoint.
+
+    :param path: a tokenizer.json
+    """
+    atomic_write(path, json.dumps(read_json(path) | {'langs': langs}, ensure_ascii=False, indent=1) + '\n')
+    manifest = path.with_name('manifest.json')
+    if manifest.is_file():
+        atomic_write(manifest, to_json(read_json(manifest) | {path.name: checksum(path)}))

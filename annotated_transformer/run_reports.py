@@ -3,9 +3,9 @@
 """Run reports: report before a run what will be trained, and after it which limit ended it, which weights were
 chosen, and what to do next."""
 
-__all__ = ['LANGUAGES', 'WEIGHTS', 'language_name', 'first_pair', 'limits', 'flat_settings', 'setting_text', 'changed_settings',
-           'too_short', 'model_name', 'start_report', 'chosen_weights', 'next_commands', 'duration', 'limit_reached',
-           'end_report']
+__all__ = ['LANGUAGES', 'MEASURES', 'WEIGHTS', 'language_name', 'first_pair', 'limits', 'flat_settings', 'setting_text',
+           'changed_settings', 'too_short', 'model_name', 'start_report', 'chosen_weights', 'next_commands', 'duration',
+           'is_still_improving', 'limit_reached', 'end_report']
 
 import math
 import shlex
@@ -68,14 +68,14 @@ def setting_text(value: Any) -> str:
     names = {None: 'none', True: 'on', False: 'off'} # 0 and 1 are equal to False and True, but are shown as numbers
     return names[value] if value is None or isinstance(value, bool) else str(value)
 
-def changed_settings(config: RunConfig, recipe: str | None = None) -> list[str]:
+def changed_settings(config: RunConfig, recipe: str) -> list[str]:
     "Describe the settings that differ from the recipe's."
     usual = flat_settings(settings_dict(default_run(recipe=recipe)))
     shown_elsewhere = ('corpus', 'pair', *PATH_OPTIONS)
     found = []
     for name, value in flat_settings(settings_dict(config)).items():
         if name in usual and value != usual[name] and name not in shown_elsewhere: # recurrent models have other names
-            found.append(f'--{name.replace("_", "-")} {setting_text(value)} (default {setting_text(usual[name])})')
+            found.append(f'--{name.replace("_", "-")} {setting_text(value)} (was {setting_text(usual[name])})')
     return found
 
 def too_short(training: TrainConfig, steps: int) -> str:
@@ -96,7 +96,7 @@ def model_name(config: Any) -> str:
     return f'{kind_of(config)} model'
 
 def start_report(
-    config: RunConfig, out: Path, trainer: Trainer, corpus: Corpus, tokenizer: Tokenizer, recipe: str | None,
+    config: RunConfig, out: Path, trainer: Trainer, corpus: Corpus, tokenizer: Tokenizer, recipe: str,
 ) -> str:
     """Describe a training run before its first step.
 
@@ -109,8 +109,9 @@ def start_report(
     src_tokens, tgt_tokens = loader.pairs.tokens
     data = (f'{counted(len(loader.pairs), "pair")} with {src_tokens:,} source and {tgt_tokens:,} target tokens '
             f'to train on, {counted(len(corpus["val"]), "pair")} to validate on')
-    if config.corpus.corpus in TEXT_OPTIONS and not (config.corpus.test_tsv or config.corpus.test_src):
-        data += f', {len(corpus["test"]):,} held out to test on'
+    if config.corpus.corpus in TEXT_OPTIONS:
+        is_given = config.corpus.test_tsv or config.corpus.test_src
+        data += f', {len(corpus["test"]):,} {"" if is_given else "held out "}to test on'
     left_out = [f'{count:,} {reason}' for reason, count in corpus.dropped.items() if count]
     model = trainer.model
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -120,6 +121,7 @@ def start_report(
     source, target = map(language_name, corpus.langs)
     shown = 'val' if config.corpus.prepared else 'train' # of its training pairs, a prepared corpus has ids only
     first, second = first_pair(corpus[shown], corpus.langs)
+    changed = changed_settings(config, recipe)
     rows = {
         'first pair': first,
         '': second,
@@ -127,7 +129,7 @@ def start_report(
         'left out': ', '.join(left_out),
         'vocabulary': f'{len(tokenizer):,} tokens ({tokenizer.kind}), shared by both languages',
         'model': f'{model_name(model.config)}, {n_parameters:,} parameters',
-        'settings': '; '.join(changed_settings(config, recipe)) or 'all as in the recipe',
+        'settings': f'recipe {recipe}' + (f', changed: {"; ".join(changed)}' if changed else ''),
         'batches': f'at most {config.training.max_tokens:,} tokens; steps per epoch: {steps:,}',
         'ends after': limits(config),
         'device': f'{device}, {counted(torch.get_num_threads(), "thread")}, {config.training.precision}'
@@ -139,6 +141,8 @@ def start_report(
     files = [path.name for path in as_paths(config.corpus.tsv) + as_paths(config.corpus.src)]
     names = f' ({", ".join(files)})' if files else ''
     return table(f'Training {source} to {target} ({config.corpus.pair}) on {corpus.name}{names}', rows)
+
+MEASURES = {'val_loss': 'validation loss', 'val_bleu': 'validation BLEU'}
 
 WEIGHTS = { # names of candidates in the last row of a log
     'last': 'the last weights',
@@ -162,7 +166,7 @@ def chosen_weights(rows: list[dict], monitor: str) -> str:
     numbers = {name: value for name, value in values.items() if not math.isnan(value)}
     best = min if monitor == 'val_loss' else max
     chosen = best(numbers, key=numbers.get, default='last')
-    measure = 'validation loss' if monitor == 'val_loss' else 'validation BLEU'
+    measure = MEASURES[monitor]
     others = ', '.join(f'{name} {value:.3f}' for name, value in values.items() if name != chosen)
     if not others:
         return f'{WEIGHTS[chosen]} ({measure} {values[chosen]:.3f})'
@@ -181,6 +185,12 @@ def next_commands(out: Path) -> str:
 def duration(minutes: float) -> str:
     "Return a time in minutes, or in seconds if it is short."
     return f'{minutes:.1f} minutes' if minutes >= 2 else f'{60 * minutes:.1f} seconds'
+
+def is_still_improving(rows: list[dict], monitor: str) -> bool:
+    "Return whether the last of several validations of a log is the best."
+    values = [row[monitor] for row in rows if monitor in row]
+    best = min if monitor == 'val_loss' else max
+    return len(values) > 1 and values[-1] == best(values)
 
 def limit_reached(training: Mapping[str, Any], progress: Mapping[str, Any]) -> str:
     """Return the limit that ended a run.
@@ -209,13 +219,16 @@ def end_report(out: Path, was_finished: bool = False) -> str:
     n_epochs = progress.get('epochs', progress['epoch']) # older records have whole epochs only
     commands = next_commands(out).splitlines()
     limit = limit_reached(training, progress)
+    monitor = training.get('monitor', 'val_loss')
+    history = read_log(log) if log.exists() else []
+    still = f'{MEASURES[monitor]} was still improving: ' if is_still_improving(history, monitor) else ''
     rows = {
         'trained': f'{counted(progress["step"], "step")} in {duration(progress["minutes"])}, '
                    f'{round(n_epochs, 1):g} ' + ('epoch' if n_epochs == 1 else 'epochs'),
-        'weights': chosen_weights(read_log(log), training.get('monitor', 'val_loss')) if log.exists() else '',
+        'weights': chosen_weights(history, monitor),
         'validation': f'BLEU {scores["bleu"]:.2f} on {counted(scores["sentences"], "sentence")} '
                       f'({scores["signature"]})',
-        'continue': f'to train longer, run the same command with a higher {limit.split()[0]}' if limit else '',
+        'continue': f'{still}to train longer, run the same command with a higher {limit.split()[0]}' if limit else '',
         'start over': 'to train again from the start, add --overwrite' if was_finished else '',
         'next': commands[0],
     }

@@ -3,11 +3,10 @@
 """The commands `train` and `demo`: see how `train` turns options into a run: where defaults come from, how languages
 are labelled, and how an interrupted run resumes."""
 
-__all__ = ['GROUPS', 'FINE_TUNING', 'FILES_OF', 'KINDS', 'TEXTS', 'ASSUMED_PAIR', 'changed_model', 'named_corpus',
-           'replaced_data', 'varying', 'Train', 'stored_pair', 'set_languages', 'relabel', 'chosen_device', 'train',
+__all__ = ['GROUPS', 'FINE_TUNING', 'FILES_OF', 'KINDS', 'TEXTS', 'ASSUMED_PAIR', 'OTHER_DIRECTION', 'changed_model',
+           'named_corpus', 'replaced_data', 'varying', 'Train', 'stored_pair', 'relabel', 'chosen_device', 'train',
            'resumable', 'Demo', 'show', 'draw_attention']
 
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -22,7 +21,7 @@ from .command_options import Command, Common, Option, build
 from .corpora import CORPORA, TEXT_OPTIONS, CorpusConfig, load_corpus
 from .data_checks import warn_of_mistakes
 from .distributed import Processes, destroy_process_group, init_process_group, usable_device
-from .files import atomic_write, checksum, read_json, to_json
+from .files import atomic_write, read_json, to_json
 from .hub import write_model_card
 from .parallel_text import as_paths
 from .prepared import read_manifest
@@ -30,7 +29,8 @@ from .recipe import (
     RECIPES, RunConfig, default_run, evaluate, is_finished, recipe_for, train_translator)
 from .recurrent import RecurrentConfig
 from .relative_positions import RELATIVE_POSITIONS, RelativeConfig
-from .run_folder import check_model_folder, lock_folder
+from .run_folder import (
+    check_model_folder, check_same_run, data_record, lock_folder, set_languages)
 from .run_reports import end_report, language_name, start_report
 from .score_report import counted, phenomenon_scores
 from .trainer import TrainConfig
@@ -283,19 +283,12 @@ def stored_pair(values: Mapping[str, Any]) -> str | None:
         return None
     return read_json(Path(values['out']) / 'run.json', {}).get('corpus', {}).get('pair')
 
-def set_languages(path: Path, langs: list[str]) -> None:
-    """Label the languages of a tokenizer, and update its checksum in the manifest of a checkpoint.
-
-    :param path: a tokenizer.json
-    """
-    atomic_write(path, json.dumps(read_json(path) | {'langs': langs}, ensure_ascii=False, indent=1) + '\n')
-    manifest = path.with_name('manifest.json')
-    if manifest.is_file():
-        atomic_write(manifest, to_json(read_json(manifest) | {path.name: checksum(path)}))
+OTHER_DIRECTION = ('only the label has changed: the model still translates in the same direction. To train the other '
+                   'direction, exchange the columns of the table, or --src and --tgt, and choose another --out')
 
 def relabel(config: RunConfig, out: Path) -> None:
     """Change the languages of a run on your own data to those of `config`, in all its files. run.json comes last, so
-    that the same command repeats a change that was interrupted.
+    that the same command repeats a change that was interrupted. Raises ValueError if other settings or data differ.
     """
     stored = read_json(out / 'run.json', {})
     old = stored.get('corpus', {})
@@ -303,6 +296,8 @@ def relabel(config: RunConfig, out: Path) -> None:
     if old.get('corpus') not in TEXT_OPTIONS or old['pair'] == new or config.tokenizer == 'words':
         return
     with lock_folder(out):
+        before = replace(config, corpus=replace(config.corpus, pair=old['pair']))
+        check_same_run(out, before, data_record(config.corpus))
         for path in out.rglob('tokenizer.json'):
             set_languages(path, new.split('-'))
         for path in out.rglob('training.json'):
@@ -312,6 +307,8 @@ def relabel(config: RunConfig, out: Path) -> None:
             write_model_card(path.parent)
         atomic_write(out / 'run.json', to_json(stored | {'corpus': old | {'pair': new}}))
     print(f'{out} is now labelled {new}; it was {old["pair"]}')
+    if new.split('-') == old['pair'].split('-')[::-1]:
+        warnings.warn(OTHER_DIRECTION)
 
 def chosen_device(common: Common) -> str | None:
     """Apply --threads, and check --device. Raises ValueError if the device cannot be used.
@@ -353,7 +350,7 @@ def train(
             warnings.warn(ASSUMED_PAIR.format(*map(language_name, corpus.langs)))
         if config.corpus.corpus in TEXT_OPTIONS:
             files = ', '.join(map(str, as_paths(config.corpus.tsv or config.corpus.src)))
-            warn_of_mistakes(corpus['train'], files, config.corpus.corpus == 'tsv')
+            warn_of_mistakes(corpus['train'], files, config.corpus.corpus == 'tsv', corpus.langs)
 
     try:
         translator = train_translator(config, out, overwrite, processes=processes, device=device, on_start=on_start)

@@ -33,7 +33,7 @@ from annotated_transformer.recipe import default_run
 from annotated_transformer.relative_positions import RELATIVE_POSITIONS
 from annotated_transformer.run_folder import lock_file, lock_folder
 from annotated_transformer.run_log import Interrupted
-from annotated_transformer.run_reports import changed_settings, chosen_weights
+from annotated_transformer.run_reports import changed_settings, chosen_weights, is_still_improving
 from annotated_transformer.scoring import score
 from annotated_transformer.server import ServerConfig
 from annotated_transformer.text_streams import FLUSH
@@ -375,9 +375,9 @@ def test_a_start_brings_sizes_and_languages(trained):
 def test_a_run_explains_itself(tmp_path, run, fails):
     args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'run', *SMALL]
     text = run(*args, '--threads', torch.get_num_threads(), '--device', 'cpu').out
-    for words in ('44 pairs with', '8 pairs to validate on', 'parameters', '--d-model 32 (default 128)', 'tsv (pairs.tsv)', '20 steps',
-                  'cpu', 'float32', str(tmp_path / 'run'), 'the lower validation loss',
-                  'validation', 'annotated-transformer evaluate --model'):
+    for words in ('44 pairs with', '8 pairs to validate on', 'parameters', 'recipe multi30k-en-de, changed: ',
+                  '--d-model 32 (was 128)', 'tsv (pairs.tsv)', '20 steps', 'cpu', 'float32',
+                  str(tmp_path / 'run'), 'the lower validation loss', 'validation', 'annotated-transformer evaluate --model'):
         assert words in text, words
     before = hashes(tmp_path / 'run')
     again = run(*args).out
@@ -392,7 +392,7 @@ def test_changed_settings_are_written_as_options():
     usual = default_run(recipe='small')
     changed = replace(usual, model=replace(usual.model, norm='post'), training=replace(usual.training, compile=True, max_minutes=5.0))
     assert changed_settings(changed, 'small') == [
-        '--norm post (default pre)', '--compile on (default off)', '--max-minutes 5.0 (default none)']
+        '--norm post (was pre)', '--compile on (was off)', '--max-minutes 5.0 (was none)']
 
 
 def mojibake(pairs):
@@ -459,6 +459,46 @@ def test_languages_are_a_label_that_can_be_changed(tmp_path, run, fails):
     assert '--pair was' in fails(*words, '--pair', 'en-fr')
 
 
+def test_a_label_changes_only_with_the_same_settings_and_data(tmp_path, run, fails):
+    test = write_tsv(tmp_path / 'test.tsv', [('the wolf runs .', 'WOLF run t !')] * 3)
+    args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--test-tsv', test, '--out', tmp_path / 'run', *SMALL]
+    assert '8 pairs to validate on, 3 to test on' in ' '.join(run(*args, '--pair', 'en-de').out.split())
+    before = hashes(tmp_path / 'run')
+    message = fails(*args, '--pair', 'en-fr', '--dropout', 0.25)
+    assert '--dropout was 0.3 and is now 0.25)' in message and 'labelled' not in message
+    assert "(--test-tsv was 'given' and is now not set)" in fails(*args[:3], *args[5:], '--pair', 'en-fr')
+    write_tsv(test, [('the wolf sings .', 'WOLF sing t !')] * 3)
+    assert 'has changed' in fails(*args, '--pair', 'en-fr')
+    write_tsv(test, [('the wolf runs .', 'WOLF run t !')] * 3)
+    assert hashes(tmp_path / 'run') == before
+    printed = run(*args, '--pair', 'de-en')
+    assert 'now labelled de-en' in printed.out and 'only the label has changed' in printed.err
+    assert 'only the label' not in run(*args, '--pair', 'de-fr').err
+
+
+def test_pairs_in_other_languages_are_warned_about(tmp_path, run):
+    pairs = [(f'the dog and the cat {n}', f'der Hund und die Katze {n}') for n in range(60)]
+    table = write_tsv(tmp_path / 'pairs.tsv', pairs)
+    args = ['train', '--tsv', table, *SMALL, '--max-steps', 1]
+    warned = run(*args, '--pair', 'de-en', '--out', tmp_path / 'a').err
+    assert 'the first 48 pairs look like en-de, not de-en: if they are, use --pair en-de; ' in warned
+    assert 'to translate in the direction de-en, exchange the columns of the table' in warned
+    warned = run(*args, '--pair', 'en-pt_BR', '--out', tmp_path / 'b').err
+    assert 'look like en-de, not en-pt_BR: if they are, use --pair en-de\n' in warned
+    for pair in ('en-de', 'en-xx', 'xx-de'):
+        assert 'look like' not in run(*args, '--pair', pair, '--out', tmp_path / pair).err
+    few = [('the dog', 'chien')] * 9 + [('le chien', 'the dog'), ('un chat', 'a cat')] # short texts prove nothing
+    assert not likely_mistakes(few, langs=('fr', 'en'))
+
+
+def test_a_run_that_was_still_improving_is_noticed():
+    falling = [{'step': n, 'val_loss': 9 - n, 'val_bleu': n} for n in range(3)]
+    assert is_still_improving(falling, 'val_loss') and is_still_improving(falling, 'val_bleu')
+    assert not is_still_improving([*falling, {'step': 3, 'val_loss': 7.5, 'val_bleu': 1}], 'val_loss')
+    assert not is_still_improving([*falling, {'step': 3, 'val_loss': 6.5, 'val_bleu': 1}], 'val_bleu')
+    assert not is_still_improving(falling[:1], 'val_loss') and not is_still_improving([], 'val_loss')
+
+
 # second trial, point 8
 def test_a_run_says_which_limit_it_has_reached(tmp_path, run):
     args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--pair', 'en-de', '--out', tmp_path / 'run', *SMALL]
@@ -466,6 +506,7 @@ def test_a_run_says_which_limit_it_has_reached(tmp_path, run):
         text = run(*args, '--max-steps', 5000, *limit).out
         assert f'has reached its limit, {limit[0]} {limit[1]}' in text
         assert f'to train longer, run the same command with a higher {limit[0]}' in text
+    assert 'validation loss was still improving: to train longer' in text
     text = run(*args[:-len(SMALL)], '--overwrite', *SMALL, '--max-steps', 9000, '--save-every', 1, '--patience', 1, '--peak-lr', 5).out
     assert 'stopped early: no improvement in 1 validation (--patience 1)' in text and 'higher' not in text
 

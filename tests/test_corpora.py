@@ -216,6 +216,7 @@ def test_missing_files(tmp_path):
 @pytest.mark.parametrize('options, said', [
     (dict(corpus='wmt'), 'choose one of ' + ', '.join(CORPORA)), (dict(pair='ende'), "such as 'en-de'"),
     (dict(pair='en-de-fr'), "such as 'en-de'"), (dict(pair='-de'), "such as 'en-de'"), (dict(held_out=-1), 'positive'),
+    (dict(pair='english-german'), 'the codes of two languages'),
     (dict(src='a'), 'src=a is an option of corpus files, not of toy-ende'),
     (dict(corpus='multi30k', tsv='a'), 'an option of corpus tsv, not of multi30k'),
     (dict(data_dir='a'), 'an option of corpus multi30k and wmt14'),

@@ -76,7 +76,7 @@ def test_changed_data_is_refused_by_name(table, tmp_path, old, new):
 def test_one_file_more_is_another_setting(table, tmp_path):
     out = tmp_path / 'run'
     claim_folder(out, make_run(table))
-    with pytest.raises(ValueError, match='corpus.files was'):
+    with pytest.raises(ValueError, match='--val-tsv was not set and is now .given.'):
         claim_folder(out, replace(make_run(table), corpus=CorpusConfig('tsv', tsv=table, val_tsv=table)))
 
 
