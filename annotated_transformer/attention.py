@@ -71,7 +71,7 @@ class MultiHeadAttention(nn.Module):
             d_v = d_model // n_heads
         self.n_heads = n_heads
         self.attention_fn = attention # later pages replace it, to run faster or to record weights
-        self.q_proj = nn.Linear(d_model, n_heads * d_k)
+        self.q_proj = nn.Linear(d_model, n_heads * d_k) # with biases, which the paper does not have
         self.k_proj = nn.Linear(d_model, n_heads * d_k)
         self.v_proj = nn.Linear(d_model, n_heads * d_v)
         self.out_proj = nn.Linear(n_heads * d_v, d_model)
