@@ -50,7 +50,7 @@ def generate(
     :param model: in eval mode
     :param src: source ids with EOS, padded with PAD
     :param choose: maps log-probs (batch, vocab_size) to tokens (batch)
-    :param max_extra_tokens: at most this many tokens more than the source, and at most max_len
+    :param max_extra_tokens: tokens more than the source, at most (max_len in all)
     :return: ids of each translation, without BOS and EOS
     """
     encoder_output = model.encode(src)
@@ -71,7 +71,7 @@ def greedy(model: nn.Module, src: Int[Tensor, "batch n"], max_extra_tokens: int 
 
     :param model: in eval mode
     :param src: source ids with EOS, padded with PAD
-    :param max_extra_tokens: at most this many tokens more than the source, and at most max_len
+    :param max_extra_tokens: tokens more than the source, at most (max_len in all)
     :return: ids of each translation, without BOS and EOS
     """
     return generate(model, src, lambda log_probs: log_probs.argmax(-1), max_extra_tokens)
@@ -129,7 +129,7 @@ def beam_search(
     :param src: ids of one source sentence with EOS
     :param beam_size: active hypotheses, 4 in section 6.1; 1 is greedy decoding
     :param length_penalty: alpha in section 6.1, at least 0
-    :param max_extra_tokens: at most this many tokens more than the source, and at most max_len
+    :param max_extra_tokens: tokens more than the source, at most (max_len in all)
     :param n_best: number of translations to return, at most `beam_size`
     :return: best first; truncated ones, without EOS, come last
     """
@@ -204,7 +204,7 @@ def sample(
     :param top_k: keep only the k most probable tokens; 0: all
     :param top_p: keep the smallest set of top tokens that reaches this total
     :param generator: its seed makes the draws repeatable
-    :param max_extra_tokens: at most this many tokens more than the source, and at most max_len
+    :param max_extra_tokens: tokens more than the source, at most (max_len in all)
     :return: ids of each translation, without BOS and EOS
     """
     def draw(log_probs):
