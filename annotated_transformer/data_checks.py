@@ -55,7 +55,7 @@ def is_copy(pair: tuple[str, str]) -> bool:
     "Whether source and target are the same text, and not blank."
     return bool(pair[0].strip()) and normalize(pair[0]) == normalize(pair[1])
 
-FREQUENT_WORDS = {
+FREQUENT_WORDS = { # by which a language is recognized
     'de': 'der die das und ist ein eine einen nicht mit auf den dem im von',
     'en': 'the and of is are a an with on in at to his her not',
     'es': 'el los las y es una con del en por que su no al',
@@ -118,7 +118,9 @@ def likely_mistakes(
         advice = 'are source and target the right columns?' if is_table else 'is one file a copy of the other?'
         found.append(f'in {n_copies:,} {of_first}, source and target are equal, so the model learns to copy: {advice}')
     if langs and n:
-        found += filter(None, [wrong_languages(pairs, langs, is_table)])
+        wrong = wrong_languages(pairs, langs, is_table)
+        if wrong:
+            found.append(wrong)
     texts = [' '.join(pair) for pair in pairs]
     twice = [word for text in texts if (word := encoded_twice(text))]
     if len(twice) > max(1, MAX_MOJIBAKE * n): # one may be a false alarm

@@ -61,7 +61,7 @@ class Transformer(nn.Module):
         self.src_embed = nn.Embedding(c.vocab_size, c.d_model)
         self.tgt_embed = nn.Embedding(c.vocab_size, c.d_model)
         self.src_positions = POSITIONS[c.positions](c.d_model, c.max_len)
-        self.tgt_positions = POSITIONS[c.positions](c.d_model, c.max_len) # its own, if learned
+        self.tgt_positions = POSITIONS[c.positions](c.d_model, c.max_len) # differs if learned
         self.dropout = nn.Dropout(c.dropout)
         options = dict(n_layers=c.n_layers, d_model=c.d_model, n_heads=c.n_heads, d_ff=c.d_ff,
                        dropout=c.dropout, norm=c.norm, d_k=c.d_k, d_v=c.d_v)
