@@ -16,7 +16,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / 'benchmarks'))
 import attention_adversaries
 import claims
-import diversify
 import errors
 import head_orders
 import mbr
@@ -146,7 +145,7 @@ def test_variants_are_selected_by_name_or_part():
 
 def test_flags_of_the_scripts_are_names_of_settings():
     known = {field.name for config in (RunConfig, TrainConfig, TransformerConfig) for field in fields(config)}
-    texts = [*recipe.VARIANTS.values(), *recipe.SEEDS.values(), diversify.STUDENT, diversify.FURTHER]
+    texts = [*recipe.VARIANTS.values(), *recipe.SEEDS.values()]
     flags = {word for text in texts for word in shlex.split(text) if word.startswith('--')}
     assert flags and {flag[2:].replace('-', '_') for flag in flags} <= known
 
