@@ -2,15 +2,16 @@
 
 """Pruning heads: measure how much each head of a trained model matters, and remove those that matter little."""
 
-__all__ = ['HEAD_KINDS', 'Head', 'attention_names', 'kept_heads', 'heads_of', 'head_indices', 'without_heads', 'leave_one_out',
-           'gated_heads', 'gradient_importance', 'normalized', 'rank_correlation', 'PrunedConfig', 'linear_from',
-           'select_rows', 'select_columns', 'PrunedAttention', 'PrunedTransformer', 'prune_heads', 'pruning_curve',
-           'HardConcrete', 'gates_by_attention', 'close_gates', 'tune_gates', 'head_statistics']
+__all__ = ['HEAD_KINDS', 'Head', 'attention_names', 'kept_heads', 'heads_of', 'head_indices', 'without_heads', 'PrunedConfig',
+           'linear_from', 'select_rows', 'select_columns', 'PrunedAttention', 'PrunedTransformer', 'prune_heads',
+           'leave_one_out', 'gated_heads', 'gate_gradients', 'gradient_importance', 'normalized', 'rank_correlation',
+           'pruning_curve', 'HardConcrete', 'gates_by_attention', 'close_gates', 'tune_gates', 'head_statistics']
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from math import log
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from .transformer import Transformer, TransformerConfig
 HEAD_KINDS = ('encoder', 'decoder', 'cross') # encoder self-attention, decoder self-attention, cross-attention
 
 class Head(NamedTuple):
-    """One head of a model.
+    """One head of a model; its text is short, such as 'cross L1H0'.
 
     :param attention: name of its module, such as 'decoder.layers.0.cross_attention'
     :param number: from 0, as in the model that had all its heads
@@ -44,6 +45,9 @@ class Head(NamedTuple):
     def layer(self) -> int:
         "Number of the layer, from 0."
         return int(self.attention.split('.')[2])
+
+    def __str__(self) -> str:
+        return f'{self.kind} L{self.layer}H{self.number}'
 
 def attention_names(config: TransformerConfig) -> list[str]:
     "Return the names of all attention modules: the encoder's, the decoder's self-attentions, its cross-attentions."
@@ -76,7 +80,7 @@ def head_indices(model: nn.Module, heads: Iterable[Head]) -> dict[str, list[int]
     heads = set(heads)
     missing = sorted(heads - set(heads_of(model)))
     if missing:
-        raise ValueError(f'the model has no {missing[0]}')
+        raise ValueError(f'the model has no {missing[0]!r}')
     names = sorted({head.attention for head in heads})
     return {name: [i for i, number in enumerate(kept_heads(model.config, name)) if Head(name, number) in heads]
             for name in names}
@@ -95,93 +99,6 @@ def without_heads(
     """
     with ablate(model, head_indices(model, heads), method, outputs, seed):
         yield
-
-@torch.no_grad()
-def leave_one_out(
-    model: nn.Module, measure: Callable[[nn.Module], float], method: str = 'zero',
-    outputs: Mapping[str, Tensor] | None = None, seed: int = 0,
-) -> dict[Head, float]:
-    """Return how much the measure changes when one head is ablated and all others stay.
-
-    :param measure: returns, for example, the loss or the BLEU of a model
-    :param method: one of `causal_tests.ABLATIONS`
-    :param outputs: from `causal_tests.head_outputs`; for 'mean' and 'resample'
-    :param seed: of the draws of 'resample'
-    """
-    whole = measure(model)
-    changes = {}
-    for head in heads_of(model):
-        with without_heads(model, [head], method, outputs, seed):
-            changes[head] = measure(model) - whole
-    return changes
-
-@contextmanager
-def gated_heads(model: nn.Module, gates: Mapping[str, Float[Tensor, "*batch heads"]]) -> Iterator[None]:
-    """Multiply the output of each head by its gate while the `with` block runs.
-
-    Raises ValueError if the number of gates is not the number of heads.
-
-    :param gates: by the name of an attention: (heads), or (batch, 1, heads)
-    """
-    def multiply(gate):
-        return lambda activation: activation * gate[..., None] # (batch, m, heads, d_v)
-    with ExitStack() as stack:
-        for name, gate in gates.items():
-            n_heads = len(kept_heads(model.config, name))
-            if gate.size(-1) != n_heads:
-                raise ValueError(f'{name} has {n_heads} heads, but {gate.size(-1)} gates were given')
-            if n_heads:
-                stack.enter_context(edit_heads(model.get_submodule(name), multiply(gate)))
-        yield
-
-def gradient_importance(model: nn.Module, batches: Iterable[Batch]) -> dict[Head, float]:
-    """Return the expected absolute derivative of a sentence's loss with respect to each gate.
-
-    Michel et al. (2019, section 4.1); per target token instead of per sentence, which changes no order.
-
-    :param model: in eval mode
-    :param batches: on the model's device
-    :return: in nats per target token
-    """
-    n_heads = {name: len(kept_heads(model.config, name)) for name in attention_names(model.config)}
-    n_heads = {name: n for name, n in n_heads.items() if n}
-    if not n_heads:
-        return {}
-    totals = {name: torch.zeros(n) for name, n in n_heads.items()}
-    n_tokens = 0
-    for batch in batches:
-        device = batch.src.device
-        gates = {name: torch.ones(len(batch), 1, n, device=device, requires_grad=True) for name, n in n_heads.items()}
-        with torch.enable_grad(), gated_heads(model, gates):
-            loss = batch_loss(model, batch) * batch.n_tokens # a sum over sentences: each has its own gates
-        gradients = torch.autograd.grad(loss, list(gates.values()), materialize_grads=True)
-        for name, gradient in zip(gates, gradients):
-            totals[name] += gradient.abs().sum((0, 1)).cpu()
-        n_tokens += batch.n_tokens
-    return {Head(name, number): value / n_tokens for name in totals
-            for number, value in zip(kept_heads(model.config, name), totals[name].tolist())}
-
-def normalized(importance: Mapping[Head, float]) -> dict[Head, float]:
-    "Divide by the root of the sum of squares within each attention (Michel et al., section 4.1)."
-    squares = {}
-    for head, value in importance.items():
-        squares[head.attention] = squares.get(head.attention, 0.0) + value ** 2
-    return {head: value / max(squares[head.attention], 1e-30) ** 0.5 for head, value in importance.items()}
-
-def rank_correlation(first: Mapping, second: Mapping) -> float:
-    """Return Spearman's rank correlation; ties share their mean rank. Raises ValueError if the keys differ.
-
-    :param first: a number for each head
-    :param second: another number for each
-    :return: from -1, opposite order, to 1, equal order
-    """
-    if first.keys() != second.keys() or len(first) < 2:
-        raise ValueError('rank_correlation compares two numbers for each of the same things, at least two')
-    values = torch.tensor([[float(x[key]) for key in first] for x in (first, second)], dtype=torch.float64)
-    n_smaller = (values[:, :, None] > values[:, None]).double().sum(-1)
-    n_equal = (values[:, :, None] == values[:, None]).double().sum(-1)
-    ranks = n_smaller + (n_equal - 1) / 2 # from 0; equal values share the mean of their ranks
-    return torch.corrcoef(ranks)[0, 1].item()
 
 @dataclass(frozen=True)
 class PrunedConfig(TransformerConfig):
@@ -285,6 +202,102 @@ def prune_heads(model: nn.Module, heads: Iterable[Head]) -> PrunedTransformer:
         setattr(pruned, name, module)
     return pruned.train(model.training)
 
+@torch.no_grad()
+def leave_one_out(
+    model: nn.Module, measure: Callable[[nn.Module], float], method: str = 'zero',
+    outputs: Mapping[str, Tensor] | None = None, seed: int = 0,
+) -> dict[Head, float]:
+    """Return how much the measure changes when one head is ablated and all others stay.
+
+    :param measure: returns, for example, the loss or the BLEU of a model
+    :param method: one of `causal_tests.ABLATIONS`
+    :param outputs: from `causal_tests.head_outputs`; for 'mean' and 'resample'
+    :param seed: of the draws of 'resample'
+    """
+    whole = measure(model)
+    changes = {}
+    for head in heads_of(model):
+        with without_heads(model, [head], method, outputs, seed):
+            changes[head] = measure(model) - whole
+    return changes
+
+@contextmanager
+def gated_heads(model: nn.Module, gates: Mapping[str, Float[Tensor, "*batch heads"]]) -> Iterator[None]:
+    """Multiply the output of each head by its gate while the `with` block runs.
+
+    Raises ValueError if the number of gates is not the number of heads.
+
+    :param gates: by the name of an attention: (heads), or (batch, 1, heads)
+    """
+    def multiply(gate): # an activation has shape (batch, m, heads, d_v)
+        return lambda activation: activation * gate[..., None]
+    with ExitStack() as stack:
+        for name, gate in gates.items():
+            n_heads = len(kept_heads(model.config, name))
+            if gate.size(-1) != n_heads:
+                raise ValueError(f'{name} has {n_heads} heads, but {gate.size(-1)} gates were given')
+            if n_heads:
+                stack.enter_context(edit_heads(model.get_submodule(name), multiply(gate)))
+        yield
+
+def gate_gradients(model: nn.Module, batch: Batch) -> dict[str, Float[Tensor, "sentences _"]]:
+    """Return the derivative of each sentence's loss, a sum over its tokens, with respect to each gate, at gates of 1.
+
+    :param model: in eval mode
+    :param batch: on the model's device
+    :return: by the name of an attention: (sentences, heads)
+    """
+    n_heads = {name: len(kept_heads(model.config, name)) for name in attention_names(model.config)}
+    gates = {name: torch.ones(len(batch), 1, n, device=batch.src.device, requires_grad=True)
+             for name, n in n_heads.items() if n}
+    if not gates:
+        return {}
+    with torch.enable_grad(), gated_heads(model, gates):
+        loss = batch_loss(model, batch) * batch.n_tokens # mean to sum: each sentence has its own gates
+    gradients = torch.autograd.grad(loss, list(gates.values()), materialize_grads=True)
+    return {name: gradient[:, 0] for name, gradient in zip(gates, gradients)}
+
+def gradient_importance(model: nn.Module, batches: Iterable[Batch]) -> dict[Head, float]:
+    """Return the expected absolute derivative of a sentence's loss with respect to each gate.
+
+    Michel et al. (2019, section 4.1); per target token instead of per sentence, which changes no order.
+
+    :param model: in eval mode
+    :param batches: on the model's device
+    :return: in nats per target token
+    """
+    totals = {head: 0.0 for head in heads_of(model)}
+    n_tokens = 0
+    for batch in batches:
+        for name, gradient in gate_gradients(model, batch).items():
+            sums = gradient.abs().sum(0) # the absolute value first: opposite signs do not cancel
+            for number, value in zip(kept_heads(model.config, name), sums.tolist()):
+                totals[Head(name, number)] += value
+        n_tokens += batch.n_tokens
+    return {head: total / n_tokens for head, total in totals.items()}
+
+def normalized(importance: Mapping[Head, float]) -> dict[Head, float]:
+    "Divide by the root of the sum of squares within each attention (Michel et al., section 4.1)."
+    squares = {}
+    for head, value in importance.items():
+        squares[head.attention] = squares.get(head.attention, 0.0) + value ** 2
+    return {head: value / max(squares[head.attention], 1e-30) ** 0.5 for head, value in importance.items()}
+
+def rank_correlation(first: Mapping, second: Mapping) -> float:
+    """Return Spearman's rank correlation; ties share their mean rank. Raises ValueError if the keys differ.
+
+    :param first: a number for each head
+    :param second: another number for each
+    :return: from -1, opposite order, to 1, equal order
+    """
+    if first.keys() != second.keys() or len(first) < 2:
+        raise ValueError('rank_correlation compares two numbers for each of the same things, at least two')
+    values = torch.tensor([[float(x[key]) for key in first] for x in (first, second)], dtype=torch.float64)
+    n_smaller = (values[:, :, None] > values[:, None]).double().sum(-1)
+    n_equal = (values[:, :, None] == values[:, None]).double().sum(-1)
+    ranks = n_smaller + (n_equal - 1) / 2 # from 0; equal values share the mean of their ranks
+    return torch.corrcoef(ranks)[0, 1].item()
+
 def pruning_curve(
     model: nn.Module, order: Sequence[Head], measure: Callable[[nn.Module], float],
     steps: Iterable[int] | None = None,
@@ -329,7 +342,7 @@ class HardConcrete(nn.Module):
 
     def open_probability(self) -> Float[Tensor, "gates"]:
         "Return the probability that a draw is not 0 (equation 12)."
-        return (self.log_alpha - self.beta * torch.tensor(-self.low / self.high).log()).sigmoid()
+        return (self.log_alpha - self.beta * log(-self.low / self.high)).sigmoid()
 
 def gates_by_attention(
     model: nn.Module, heads: Sequence[Head], values: Float[Tensor, "*batch gates"],
@@ -385,7 +398,7 @@ def tune_gates(
             loss = batch_loss(model, batch, label_smoothing)
         optimizer.zero_grad()
         (loss + penalty * gates.open_probability().sum()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm) # gates are not clipped
         optimizer.step()
     return close_gates(model.eval(), heads, gates.final())
 

@@ -57,7 +57,7 @@ def shuffled(heads: list, seed: int) -> list:
     return order
 
 def label(head) -> str:
-    "Name a head as the page does, such as 'cross 1.2'."
+    "Name a head as the record does, such as 'cross 1.2'; the page writes cross L1H2."
     return f'{head.kind} {head.layer}.{head.number}'
 
 def one_by_one(model, n: int, measure) -> list:
