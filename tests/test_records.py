@@ -338,6 +338,17 @@ def test_paired_comparison_of_settings():
     assert same['difference'] == 0 and same['p_value'] == 1
 
 
+def test_character_counts_give_the_chrf_of_sacrebleu(corpus):
+    references = [tgt for _, tgt in corpus['val']]
+    translations = [text.replace('die', 'der').removesuffix('.') for text in references]
+    counts = paired.chrf_counts(translations, references)
+    found, precision, recall = paired.chrf_parts(counts)
+    assert found == pytest.approx(score(translations, references).chrf)
+    assert recall < found < precision < 100
+    same = paired.compare(*[np.array([counts] * len(paired.SEEDS))] * 2, paired.mean_chrf)
+    assert same['difference'] == 0 and same['p_value'] == 1
+
+
 def test_added_arms_leave_the_measured_ones_alone(monkeypatch):
     translator = Translator.load(device='cpu')
     monkeypatch.setattr(head_orders, 'toy_ende', lambda split, n: toy_ende(split, n=min(n, 4)))
