@@ -11,7 +11,7 @@ animals and six places: *This dog should sleep in the house although it is sad*.
 *it*:
 
 - `patching`: share of the logit difference that follows when its output comes from the other sentence,
-- `zero`: the same share when its output is replaced by zeros (0.5: no preference is left),
+- `zero`: the same share when its output is replaced with zeros (0.5: no preference is left),
 - `weight`: mean attention weight from *it* to the noun.
 
 All three are means over the sentences. `pairs` has `patching` for each pair of nouns.
@@ -59,7 +59,7 @@ def minimal_pairs(translator: Translator) -> tuple:
             torch.tensor([pronoun(b) for _, b, _ in rows])), [f'{a.en} {b.en}' for a, b in nouns]
 
 def zero_effect(model, pair, heads: dict[str, list[int]]) -> torch.Tensor:
-    "Return the share of the logit difference that is lost when heads are replaced by zeros."
+    "Return the share of the logit difference that is lost when heads are replaced with zeros."
     src, other_src, tgt, word, other_word = pair
     before = logit_difference(model, src, tgt, word, other_word)
     other = logit_difference(model, other_src, tgt, word, other_word)
