@@ -37,6 +37,7 @@ def read_config(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
     if isinstance(content.get('run'), dict): # training.json has the settings of its run here; `average` has a path
         content = content['run']
     content.pop('data', None) # checksums of a run's files
+    content.pop('job', None)  # id of its torchrun job
     values = {}
     for name, value in content.items():
         if name in ('corpus', 'model', 'training') and isinstance(value, dict): # groups of a run's settings

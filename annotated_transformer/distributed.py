@@ -3,13 +3,11 @@
 """Many machines: train one model with several processes: what they exchange, why they end with the same weights, and
 when more GPUs stop helping."""
 
-__all__ = ['RENDEZVOUS_TIMEOUT', 'TIMEOUT', 'Processes', 'usable_device', 'init_process_group', 'destroy_process_group',
-           'rendezvous_store', 'connect_to_announced_port']
+__all__ = ['TIMEOUT', 'Processes', 'usable_device', 'init_process_group', 'destroy_process_group']
 
 import contextlib
 import gc
 import os
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -31,6 +29,15 @@ class Processes:
     def is_main_process(self) -> bool:
         "Whether this is rank 0, which logs, validates and saves."
         return self.rank == 0
+
+    @property
+    def job(self) -> str | None:
+        """Id of the `torchrun` job, which stays the same when processes are restarted, join or leave.
+
+        :return: None: it has none
+        """
+        name = os.environ.get('TORCHELASTIC_RUN_ID', 'none')
+        return None if name == 'none' else name
 
     @property
     def restarted(self) -> bool:
@@ -85,11 +92,17 @@ def usable_device(device: str | torch.device | None) -> torch.device:
     except (RuntimeError, AssertionError, TypeError):
         raise ValueError(f'device={device!r} cannot be used here: choose {best!r}') from None
 
-RENDEZVOUS_TIMEOUT = timedelta(minutes=1) # for finding each other; after it, torchrun restarts all processes
-TIMEOUT = timedelta(minutes=30)           # for a collective; long, because rank 0 may be preparing data or validating
+TIMEOUT = timedelta(minutes=30) # for a collective; long, because rank 0 may be preparing data
 
 def init_process_group() -> Processes:
-    "Connect the processes that `torchrun` started. Without it, return a single process."
+    """Connect the processes that `torchrun` started. Without it, return a single process.
+
+    Raises ValueError if `torchrun` is to restart processes, but could not connect them again.
+    """
+    may_restart = int(os.environ.get('TORCHELASTIC_MAX_RESTARTS', 0)) > 0
+    if may_restart and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
+        raise ValueError('restarted processes would not find each other: '
+                         'run torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or without --max-restarts')
     size = int(os.environ.get('WORLD_SIZE', 1))
     if size == 1:
         return Processes()
@@ -97,9 +110,7 @@ def init_process_group() -> Processes:
     if backend == 'nccl':
         torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=RENDEZVOUS_TIMEOUT, store=rendezvous_store(),
-                                rank=int(os.environ['RANK']), world_size=size)
-        dist.distributed_c10d._set_pg_timeout(TIMEOUT) # they have met: from here on, wait longer
+        dist.init_process_group(backend, timeout=TIMEOUT)
     return Processes(dist.get_rank(), size)
 
 def destroy_process_group(processes: Processes) -> None:
@@ -107,32 +118,3 @@ def destroy_process_group(processes: Processes) -> None:
     if processes.size > 1:
         gc.collect() # objects in reference cycles may still hold connections
         dist.destroy_process_group()
-
-def rendezvous_store() -> dist.Store | None:
-    """Open a new store for the processes' addresses at every start; `torchrun`'s store holds stale ones.
-
-    :return: None: PyTorch's own
-    """
-    if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True':
-        return None
-    host = os.environ['MASTER_ADDR']
-    agent = dist.TCPStore(host, int(os.environ['MASTER_PORT']), is_master=False, timeout=RENDEZVOUS_TIMEOUT)
-    if os.environ['RANK'] != '0':
-        return connect_to_announced_port(host, agent)
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT)
-    agent.set('rendezvous port', str(store.port))
-    return store
-
-def connect_to_announced_port(host: str, agent: dist.Store) -> dist.Store:
-    "Connect to rank 0's store. Its port is read again after a failure: it may be that of an earlier start."
-    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT.seconds
-    while True:
-        port = int(agent.get('rendezvous port'))
-        try:
-            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2))
-        except dist.DistError:
-            if time.monotonic() > deadline:
-                raise
-        else:
-            store.set_timeout(RENDEZVOUS_TIMEOUT)
-            return store

@@ -35,7 +35,8 @@ from .loader import TrainingLoader
 from .prepared import check_prepared, open_prepared, read_manifest
 from .recurrent import RecurrentConfig
 from .relative_positions import RELATIVE_POSITIONS, RelativeConfig
-from .run_folder import claim_folder, differences, is_finished, lock_folder, settings_dict
+from .run_folder import (
+    claim_folder, differences, is_finished, lock_folder, settings_dict, starts_over)
 from .run_log import tensorboard_writer
 from .scoring import Scores, score
 from .trainer import TrainConfig, Trainer
@@ -233,10 +234,9 @@ def training_pairs(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer):
     max_len = config.model.max_len
     if config.corpus.prepared:
         return open_prepared(config.corpus.prepared, max_len)
-    pairs = corpus['train']
     if config.bpe_dropout:
-        return dropout_pairs(pairs, tokenizer, corpus.langs, max_len, config.bpe_dropout, config.training.seed)
-    return encode_pairs(pairs, tokenizer, corpus.langs, max_len)
+        return dropout_pairs(corpus['train'], tokenizer, corpus.langs, max_len, config.bpe_dropout, config.training.seed)
+    return encode_pairs(corpus['train'], tokenizer, corpus.langs, max_len)
 
 def make_loaders(
     config: RunConfig, corpus: Corpus, tokenizer: Tokenizer, processes: Processes = Processes(),
@@ -331,11 +331,11 @@ def open_run(
         check_prepared(config.corpus.prepared)
     corpus = load_corpus(config.corpus)
     if processes.is_main_process:
-        start_over = overwrite and not processes.restarted # after a restart, the new run resumes
+        start_over = starts_over(out, overwrite, processes) # restarted by torchrun, a run resumes
         tokenizer = run_tokenizer(out, config, corpus, start_over)
         if start_over or not (out / 'run.json').is_file():
             rehearse(config, corpus, tokenizer)
-        claim_folder(out, config, start_over)
+        claim_folder(out, config, start_over, processes.job)
         tokenizer.save(out / 'tokenizer.json', overwrite=True)
     processes.barrier()
     return corpus, load_tokenizer(out / 'tokenizer.json')

@@ -4,8 +4,8 @@
 
 __all__ = ['RUN_FILES', 'LIMITS', 'LOCK', 'MODEL_FILES', 'settings_dict', 'data_paths', 'fixed_settings', 'differences',
            'read_run_json', 'stored_settings', 'is_finished', 'data_files', 'data_record', 'changed_files',
-           'check_data', 'check_own_files', 'check_same_run', 'check_can_resume', 'delete_run', 'claim_folder',
-           'try_lock', 'lock_holder', 'is_same_file', 'lock_file', 'lock_folder', 'is_model_folder',
+           'check_data', 'check_own_files', 'check_same_run', 'check_can_resume', 'delete_run', 'starts_over',
+           'claim_folder', 'try_lock', 'lock_holder', 'is_same_file', 'lock_file', 'lock_folder', 'is_model_folder',
            'check_model_folder', 'is_part_of_run', 'check_new_model', 'set_languages']
 
 import contextlib
@@ -14,12 +14,14 @@ import os
 import re
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from .corpora import PATH_OPTIONS, CorpusConfig
+from .distributed import Processes
 from .files import atomic_write, check_path, checksum, read_json, to_json
 from .hub import has_own_card
 from .parallel_text import as_paths
@@ -89,9 +91,9 @@ def read_run_json(path: Path) -> dict:
         raise ValueError(f'{path} is damaged or belongs to another run ({error!r}): {advice}') from None
 
 def stored_settings(path: Path) -> dict:
-    "Return the settings in a `run.json` or `training.json`, without the record of the data."
+    "Return the settings in a `run.json` or `training.json`, without the record of the data and the job."
     settings = read_run_json(path)
-    return {name: value for name, value in settings.items() if name != 'data'}
+    return {name: value for name, value in settings.items() if name not in ('data', 'job')}
 
 def is_finished(out: Path, config) -> bool:
     "Return whether the folder holds this run, finished with these limits."
@@ -223,7 +225,24 @@ def delete_run(out: Path) -> None:
         else:
             path.unlink(missing_ok=True)
 
-def claim_folder(out: Path, config, overwrite: bool = False) -> None:
+def starts_over(out: Path, overwrite: bool, processes: Processes) -> bool:
+    """Whether to delete the run in the folder. A run that this `torchrun` job began resumes, and a message says so.
+
+    :param out: the run's folder
+    :param overwrite: what the user asked for
+    """
+    if not overwrite or processes.job is None:
+        return overwrite and not processes.restarted
+    try:
+        is_own = read_json(out / 'run.json', {}).get('job') == processes.job
+    except ValueError: # damaged
+        return True
+    if is_own:
+        print(f'{out} was begun by this torchrun job and resumes, in spite of --overwrite: to start over, use another '
+              f'--rdzv-id than {processes.job}', file=sys.stderr)
+    return not is_own
+
+def claim_folder(out: Path, config, overwrite: bool = False, job: str | None = None) -> None:
     """Claim `out` for this run.
 
     Raises ValueError if it holds another run or one with other data (and says what differs), or a finished run
@@ -231,6 +250,7 @@ def claim_folder(out: Path, config, overwrite: bool = False) -> None:
 
     :param config: `recipe.RunConfig`
     :param overwrite: delete the files of an earlier run, but no other files and no edited model card
+    :param job: id of the `torchrun` job, for `starts_over`
     """
     run_file = out / 'run.json'
     if not run_file.is_file() and out.exists():
@@ -242,7 +262,10 @@ def claim_folder(out: Path, config, overwrite: bool = False) -> None:
     if overwrite:
         delete_run(out)
     out.mkdir(parents=True, exist_ok=True)
-    atomic_write(run_file, to_json(settings_dict(config) | {'data': data})) # replaces that of an earlier run
+    record = settings_dict(config) | {'data': data}
+    if job is not None:
+        record['job'] = job
+    atomic_write(run_file, to_json(record)) # replaces that of an earlier run
 
 def try_lock(file) -> bool:
     "Lock an open file for this process until it is closed. False: another process holds the lock."

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from annotated_transformer.distributed import Processes, init_process_group, rendezvous_store
+from annotated_transformer.distributed import Processes, init_process_group
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_distributed = pytest.mark.skipif(not torch.distributed.is_available(), reason='this PyTorch has no torch.distributed')
@@ -28,12 +28,21 @@ def test_alone_nothing_is_communicated():
 
 
 def test_a_process_started_by_itself_is_alone(monkeypatch):
-    for name in ('WORLD_SIZE', 'TORCHELASTIC_USE_AGENT_STORE'):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv('WORLD_SIZE', raising=False)
     assert init_process_group() == Processes()
-    assert rendezvous_store() is None
+    assert Processes().job is None and not Processes().restarted
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'en-de')
     monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '2')
-    assert Processes().restarted
+    assert Processes().job == 'en-de' and Processes().restarted
+
+
+def test_restarts_need_a_new_rendezvous_store(monkeypatch):
+    "In a shared one, restarted processes find the addresses of those that died."
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    monkeypatch.setenv('TORCHELASTIC_MAX_RESTARTS', '3')
+    monkeypatch.setenv('TORCHELASTIC_USE_AGENT_STORE', 'True')
+    with pytest.raises(ValueError, match='run torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1'):
+        init_process_group()
 
 
 SCRIPT = '''

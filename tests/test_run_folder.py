@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from annotated_transformer.corpora import CorpusConfig
+from annotated_transformer.distributed import Processes
 from annotated_transformer.hub import CARD_END
 from annotated_transformer.recipe import RunConfig
 from annotated_transformer.run_folder import (
     LOCK, check_model_folder, claim_folder, data_files, differences, is_finished, lock_folder, settings_dict,
-    stored_settings)
+    starts_over, stored_settings)
 from annotated_transformer.trainer import TrainConfig
 from annotated_transformer.transformer import TransformerConfig
 
@@ -42,6 +43,26 @@ def test_limits_may_change_and_nothing_else(table, tmp_path):
         claim_folder(out, replace(make_run(table), corpus=CorpusConfig('tsv', tsv=table, held_out=9)))
     claim_folder(out, make_run(table, seed=2), overwrite=True)
     assert stored_settings(out / 'run.json')['training']['seed'] == 2
+
+
+def test_a_torchrun_job_does_not_overwrite_its_own_run(table, tmp_path, monkeypatch, capsys):
+    "A new number of processes starts them again, and does not count as a restart."
+    out = tmp_path / 'run'
+    monkeypatch.delenv('TORCHELASTIC_RUN_ID', raising=False)
+    assert starts_over(out, True, Processes()) and not starts_over(out, False, Processes())
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'first')
+    assert starts_over(out, True, Processes())
+    claim_folder(out, make_run(table), True, Processes().job)
+    assert stored_settings(out / 'run.json') == settings_dict(make_run(table))
+    assert not starts_over(out, True, Processes())
+    assert 'use another --rdzv-id than first' in capsys.readouterr().err
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'second')
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1') # the first attempt died before it had claimed the folder
+    assert starts_over(out, True, Processes())
+    (out / 'run.json').write_text('{')
+    assert starts_over(out, True, Processes())
+    monkeypatch.delenv('TORCHELASTIC_RUN_ID')
+    assert not starts_over(out, True, Processes()) # a job without an id, restarted
 
 
 def test_hashes_are_recorded(table, tmp_path):
