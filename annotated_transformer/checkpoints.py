@@ -224,7 +224,7 @@ def _read_manifest(path):
     return manifest
 
 def save_checkpoint(
-    out: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress,
+    out: str | Path, model: nn.Module, optimizer, progress: Progress,
     save: Callable[[nn.Module, Path], None] = save_model, ema: AveragedModel | None = None,
 ) -> Path:
     """Write `checkpoints/step-...`, complete or not at all: a model folder and the run's state.
@@ -232,8 +232,8 @@ def save_checkpoint(
     Raises OSError that says what was not written and which checkpoint remains.
 
     :param out: folder of the run
+    :param optimizer: its `state_dict()` is saved
     :param save: writes the model folder
-    :param ema: moving average of the weights
     :return: the checkpoint's folder
     """
     folder = Path(out) / 'checkpoints' / progress.name

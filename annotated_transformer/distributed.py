@@ -8,8 +8,10 @@ __all__ = ['TIMEOUT', 'Processes', 'usable_device', 'init_process_group', 'destr
 import contextlib
 import gc
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,6 +63,34 @@ class Processes:
         "Wait until all processes have come this far."
         if self.size > 1:
             self.all_reduce_sum(0.0)
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value that rank 0 has.
+
+        :return: the same in every process
+        """
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, 0)
+        return values[0]
+
+    def share(self, items: Sequence) -> Sequence:
+        "Return this process's share of a list: every `size`-th item."
+        return items[self.rank::self.size]
+
+    def gather(self, results: list) -> list:
+        """Put together what the processes computed for their shares. All processes must call it together.
+
+        :return: for all items, in their order, in every process
+        """
+        if self.size == 1:
+            return results
+        parts = [None] * self.size
+        dist.all_gather_object(parts, results)
+        whole = [None] * sum(map(len, parts))
+        for rank, part in enumerate(parts):
+            whole[rank::self.size] = part
+        return whole
 
     def wrap(self, module: nn.Module) -> nn.Module:
         "Wrap a module so that its gradients are averaged over all processes as they are computed."

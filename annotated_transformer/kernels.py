@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .attention import MultiHeadAttention, attention
 from .batches import Batch
+from .distributed import Processes
 from .training import label_smoothing_loss
 from .vocabulary import PAD
 
@@ -170,17 +171,22 @@ def summed_loss(
     return linear_cross_entropy(hidden, model.lm_head.weight, targets, label_smoothing, model.lm_head.bias)
 
 @torch.no_grad()
-def validate(model: nn.Module, batches: Sequence[Batch]) -> float:
+def validate(model: nn.Module, batches: Sequence[Batch], processes: Processes = Processes()) -> float:
     """`training.validate` without holding all logits.
 
+    :param processes: that share the batches
     :return: nats per target token
     """
     was_training = model.training
     device = model.lm_head.weight.device
     model.eval()
-    total_loss = sum(summed_loss(model, batch.to(device)).item() for batch in batches)
-    n_tokens = sum(batch.n_tokens for batch in batches)
+    total_loss = 0.0
+    n_tokens = 0
+    for batch in processes.share(batches):
+        total_loss += summed_loss(model, batch.to(device)).item()
+        n_tokens += batch.n_tokens
     model.train(was_training)
+    total_loss, n_tokens = processes.all_reduce_sum(total_loss, n_tokens)
     return total_loss / n_tokens
 
 class FastDropout(nn.Dropout):

@@ -3,15 +3,14 @@
 """Recipes: from the name of a corpus to a trained model folder, with recommended settings and what an honest
 comparison can say about them."""
 
-__all__ = ['LENGTH_MULTIPLE', 'N_SAMPLES', 'N_TIMED', 'CAPTIONS', 'RECIPES', 'RunConfig', 'check_settings', 'recipe_for',
-           'model_config', 'default_run', 'run_tokenizer', 'evaluate', 'versions', 'training_pairs', 'make_loaders',
-           'scale_residual_branches', 'copy_trained_weights', 'new_model', 'overwrites_its_start', 'rehearse',
-           'open_run', 'Evaluation', 'train_translator', 'locked_run', 'search_settings', 'save_scored']
+__all__ = ['LENGTH_MULTIPLE', 'CAPTIONS', 'RECIPES', 'RunConfig', 'check_settings', 'recipe_for', 'model_config', 'default_run',
+           'run_tokenizer', 'versions', 'training_pairs', 'make_loaders', 'scale_residual_branches',
+           'copy_trained_weights', 'new_model', 'overwrites_its_start', 'rehearse', 'open_run', 'train_translator',
+           'locked_run', 'search_settings', 'save_scored']
 
 import math
 import platform
 import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -35,10 +34,10 @@ from .loader import TrainingLoader
 from .prepared import check_prepared, open_prepared, read_manifest
 from .recurrent import RecurrentConfig
 from .relative_positions import RELATIVE_POSITIONS, RelativeConfig
+from .run_evaluation import Evaluation, evaluate
 from .run_folder import (
     claim_folder, differences, is_finished, lock_folder, settings_dict, starts_over)
 from .run_log import tensorboard_writer
-from .scoring import Scores, score
 from .trainer import TrainConfig, Trainer
 from .transformer import PRESETS, TransformerConfig
 from .translator import Translator
@@ -46,8 +45,6 @@ from .vocabulary import Tokenizer, load_tokenizer, train_tokenizer
 from .word_vectors import use_vectors
 
 LENGTH_MULTIPLE = 16 # batches of a compiled run are padded to a multiple of this
-N_SAMPLES = 3        # validation sentences whose translations are shown during training
-N_TIMED = 16         # validation sentences translated to predict the time of the final evaluation
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -208,18 +205,6 @@ def run_tokenizer(out: Path, config: RunConfig, corpus: Corpus, overwrite: bool 
                          f'tokenizer={config.tokenizer!r} and vocab_size={config.model.vocab_size} out')
     return tokenizer
 
-def evaluate(
-    translator: Translator, pairs: list[tuple[str, str]], progress_bar: bool = False, **options,
-) -> tuple[Scores, list[str]]:
-    """Translate a split and score it against its references (section 6.1).
-
-    :param pairs: source and reference
-    :param options: of `Translator.translate`: beam_size, length_penalty, ...
-    :return: scores, and the translations that were scored
-    """
-    translations = translator.translate([src for src, _ in pairs], progress_bar=progress_bar, **options)
-    return score(translations, [tgt for _, tgt in pairs]), translations
-
 def versions() -> dict[str, str]:
     "Return the software versions and the machine, for a record."
     import sacrebleu
@@ -234,9 +219,10 @@ def training_pairs(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer):
     max_len = config.model.max_len
     if config.corpus.prepared:
         return open_prepared(config.corpus.prepared, max_len)
+    pairs = corpus['train']
     if config.bpe_dropout:
-        return dropout_pairs(corpus['train'], tokenizer, corpus.langs, max_len, config.bpe_dropout, config.training.seed)
-    return encode_pairs(corpus['train'], tokenizer, corpus.langs, max_len)
+        return dropout_pairs(pairs, tokenizer, corpus.langs, max_len, config.bpe_dropout, config.training.seed)
+    return encode_pairs(pairs, tokenizer, corpus.langs, max_len)
 
 def make_loaders(
     config: RunConfig, corpus: Corpus, tokenizer: Tokenizer, processes: Processes = Processes(),
@@ -340,42 +326,6 @@ def open_run(
     processes.barrier()
     return corpus, load_tokenizer(out / 'tokenizer.json')
 
-class Evaluation:
-    """What a run translates: for a validation BLEU and samples during training, and the whole set at the end.
-
-    :param pairs: of the validation set
-    :param search: content of training.json with search settings, or empty
-    :param n_bleu: sentences for the BLEU at each validation; 0: none
-    """
-    def __init__(self, pairs: list[tuple[str, str]], tokenizer: Tokenizer, search: dict, n_bleu: int = 0):
-        self.pairs = pairs
-        self.tokenizer = tokenizer
-        self.search = search
-        self.n_bleu = n_bleu
-        self.expected_seconds = 0.0   # that the final evaluation will take
-
-    def bleu(self, model: nn.Module) -> dict[str, float]:
-        "Score the greedy translations of the first `n_bleu` sentences."
-        if not self.n_bleu:
-            return {}
-        scores, _ = evaluate(Translator(model, self.tokenizer, self.search), self.pairs[:self.n_bleu], beam_size=1)
-        return {'val_bleu': scores.bleu}
-
-    def samples(self, model: nn.Module) -> list[dict[str, str]]:
-        """Translate `N_TIMED` sentences as the final evaluation does, and measure the time.
-
-        :return: source, reference and translation of `N_SAMPLES`
-        """
-        start = time.monotonic()
-        timed = self.pairs[:N_TIMED]
-        translator = Translator(model, self.tokenizer, self.search)
-        translations = translator.translate([src for src, _ in timed])
-        self.expected_seconds = (time.monotonic() - start) * len(self.pairs) / len(timed)
-        rows = []
-        for (src, tgt), translation in zip(timed[:N_SAMPLES], translations):
-            rows.append({'source': src, 'reference': tgt, 'translation': translation})
-        return rows
-
 def train_translator(
     config: RunConfig, out: str | Path, overwrite: bool = False, progress_bar: bool = True,
     on_log: Callable[[list[dict]], None] | None = None, processes: Processes = Processes(), device: str | None = None,
@@ -405,7 +355,7 @@ def locked_run(
     if is_finished(out, config):
         return Translator.load(out)
     search = search_settings(config.start_from)
-    evaluation = Evaluation(corpus['val'], tokenizer, search, config.val_sentences)
+    evaluation = Evaluation(corpus['val'], tokenizer, search, config.val_sentences, processes)
     loader, val_batches = make_loaders(config, corpus, tokenizer, processes)
     model, metrics = new_model(config, tokenizer, device)
 
@@ -426,8 +376,7 @@ def locked_run(
     if on_start:
         on_start(trainer, corpus, tokenizer)
     translator = Translator(trainer.fit(), tokenizer, search)
-    if processes.is_main_process:
-        save_scored(translator, trainer, config, corpus, out, progress_bar)
+    save_scored(translator, trainer, config, corpus, out, progress_bar and processes.is_main_process)
     processes.barrier()
     return translator
 
@@ -439,12 +388,13 @@ def search_settings(folder: Path | None) -> dict:
 def save_scored(
     translator: Translator, trainer: Trainer, config: RunConfig, corpus: Corpus, out: Path, progress_bar: bool,
 ) -> None:
-    "Score a trained model on the validation set, and write its folder."
+    "Score a trained model on the validation set, with all processes of the run, and write its folder."
     if progress_bar:
         print('scoring the validation set', file=sys.stderr)
-    scores, _ = evaluate(translator, corpus['val'], progress_bar)
+    scores, _ = evaluate(translator, corpus['val'], progress_bar, trainer.processes)
     progress = asdict(trainer.progress)
     progress['epochs'] = trainer.progress.epoch + trainer.progress.batch / len(trainer.loader)
     translator.training |= {'run': settings_dict(config), 'progress': progress, 'val': asdict(scores),
                             'versions': versions(), 'data': read_json(out / 'run.json').get('data', {})}
-    translator.write_files(out)
+    if trainer.processes.is_main_process:
+        translator.write_files(out)

@@ -3,8 +3,8 @@
 """Trainer: train for hours: gradient accumulation, clipping, validation, early stopping, and a run that resumes
 exactly."""
 
-__all__ = ['MAX_TOKENS', 'TrainConfig', 'check_settings', 'global_tokens', 'train_step', 'RunParts', 'seed_step', 'Stepper',
-           'steps_to_keep', 'Validator', 'cpu_weights', 'Finisher', 'Stopper', 'Trainer']
+__all__ = ['global_tokens', 'train_step', 'RunParts', 'seed_step', 'Stepper', 'steps_to_keep', 'Validator', 'cpu_weights',
+           'Finisher', 'Stopper', 'Trainer']
 
 import math
 import shutil
@@ -13,10 +13,8 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors.torch import load_file
@@ -24,101 +22,16 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .batches import Batch
-from .checkpoints import (
+from .checkpoint_writer import CheckpointWriter
+from annotated_transformer.checkpoints import (
     Progress, best_steps, copy_weights, keep_checkpoints, latest_checkpoint, list_checkpoints, load_checkpoint,
-    load_state, read_log, save_checkpoint, save_model)
+    load_state, read_log, save_model)
 from .distributed import Processes
 from .kernels import LossModule, validate
 from .loader import to_device
 from .run_log import Interrupted, RunLog, best_name, catch_signals, should_stop_early
+from .train_config import TrainConfig
 from .training import average_weights, learning_rate, paper_peak_lr, perplexity, set_lr
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """How to train, until the first limit: steps, epochs or minutes. Raises ValueError for a value out of range.
-
-    :param max_tokens: batch size: padded tokens on the longer side, over all processes (section 5.1)
-    :param warmup_steps: steps until the learning rate peaks (section 5.3)
-    :param peak_lr: largest learning rate (default: the paper's, `paper_peak_lr`)
-    :param label_smoothing: probability spread evenly over the vocabulary (section 5.4)
-    :param max_grad_norm: gradients with a larger norm are scaled down to it
-    :param max_steps: stop after this many optimizer steps
-    :param max_epochs: stop after this many epochs
-    :param max_minutes: stop after this many minutes of training, interruptions not counted
-    :param log_every: steps between lines of log.jsonl
-    :param save_every: steps between validations, each with a checkpoint
-    :param average_checkpoints: checkpoints to average at the end (section 6.1)
-    :param seed: seeds the weights, the order of batches, and dropout
-    :param gradient_accumulation_steps: batches whose gradients are added up before an optimizer step
-    :param r_drop: weight of R-Drop's distance between two passes (Liang et al., 2021); 0: one pass
-    :param r_drop_from: first step with R-Drop
-    :param ema_decay: keep an exponential moving average of the weights, for example 0.999; 0: none
-    :param monitor: which validation metric decides what is best
-    :param patience: stop after this many validations in a row without a new best
-    :param keep_best: best checkpoints to keep, besides the last ones
-    :param average_best: average the best checkpoints instead of the last ones
-    :param precision: of matrix products; weights stay float32
-    :param compile: use torch.compile
-    :param compile_loss: compile R-Drop's loss alone, which starts faster; worth it on a GPU
-    :param pin: on a GPU, copy batches from pinned memory
-    :param tensorboard: also write TensorBoard events
-    :param init: 'scaled': initial residual branches shrink with depth
-    """
-    max_tokens: int = 4096
-    warmup_steps: int = 4000
-    peak_lr: float | None = None
-    label_smoothing: float = 0.1
-    max_grad_norm: float = 1.0
-    max_steps: int = 100_000
-    max_epochs: int | None = None
-    max_minutes: float | None = None
-    log_every: int = 20
-    save_every: int = 200
-    average_checkpoints: int = 5
-    seed: int = 1
-    gradient_accumulation_steps: int = 1
-    r_drop: float = 0.0
-    r_drop_from: int = 0
-    ema_decay: float = 0.0
-    monitor: Literal['val_loss', 'val_bleu'] = 'val_loss'
-    patience: int | None = None
-    keep_best: int = 1
-    average_best: bool = False
-    precision: Literal['float32', 'bfloat16'] = 'float32'
-    compile: bool = False
-    compile_loss: bool = False
-    pin: bool = True
-    tensorboard: bool = False
-    init: Literal['glorot', 'scaled'] = 'glorot'
-
-    def __post_init__(self):
-        check_settings(self)
-
-MAX_TOKENS = 10_000_000
-
-def check_settings(config: TrainConfig) -> None:
-    "Raise ValueError that names a value out of range."
-    for name in ('max_tokens', 'warmup_steps', 'max_steps', 'log_every', 'save_every', 'average_checkpoints',
-                 'gradient_accumulation_steps'):
-        if getattr(config, name) < 1:
-            raise ValueError(f'{name}={getattr(config, name)} must be at least 1')
-    if config.max_tokens > MAX_TOKENS:
-        raise ValueError(f'max_tokens={config.max_tokens} must be at most {MAX_TOKENS:,}: '
-                         'a larger batch would not fit into memory')
-    for name in ('peak_lr', 'max_epochs', 'max_minutes', 'patience', 'max_grad_norm'):
-        value = getattr(config, name)
-        if value is not None and not value > 0: # catches NaN, too
-            raise ValueError(f'{name}={value} must be positive')
-    for name in ('r_drop', 'r_drop_from', 'keep_best', 'seed'):
-        if not 0 <= getattr(config, name) < math.inf:
-            raise ValueError(f'{name}={getattr(config, name)} must be a finite number of at least 0')
-    for name in ('label_smoothing', 'ema_decay'):
-        if not 0 <= getattr(config, name) < 1:
-            raise ValueError(f'{name}={getattr(config, name)} must be at least 0 and below 1')
-    for name, known in {'monitor': ('val_loss', 'val_bleu'), 'precision': ('float32', 'bfloat16'),
-                        'init': ('glorot', 'scaled')}.items():
-        if getattr(config, name) not in known:
-            raise ValueError(f'{name}={getattr(config, name)!r} is unknown: choose {" or ".join(known)}')
 
 def global_tokens(batch: Batch) -> int:
     "Return the number of target tokens of the whole batch, of which this process may hold a part."
@@ -197,6 +110,7 @@ class RunParts:
             self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))
         self.progress = Progress()
         self.should_stop = False # early stopping
+        self.writer = CheckpointWriter()
         is_main = processes.is_main_process
         self.log = RunLog(self.out, progress_bar and is_main, config.tensorboard and is_main, on_log)
 
@@ -246,7 +160,7 @@ class Validator(Stepper):
     "Validates the weights and writes checkpoints."
     def metrics(self, model: nn.Module) -> dict:
         "Validate a model. Raises ValueError if `monitor` is not among the metrics."
-        loss = validate(model, self.val_batches)
+        loss = validate(model, self.val_batches, self.processes)
         finite_loss = min(loss, 700.0) # exp overflows above 709
         metrics = {'val_loss': loss, 'val_perplexity': perplexity(finite_loss), **self.measure(model)}
         if self.config.monitor not in metrics:
@@ -255,11 +169,12 @@ class Validator(Stepper):
 
     def validate_and_save(self) -> None:
         "Validate, log, write a checkpoint unless the loss is NaN, and remove checkpoints that are not needed."
+        evaluated = self.ema.module if self.ema else self.model
+        metrics = self.metrics(evaluated)
+        samples = self.translate_samples(evaluated)
         if self.processes.is_main_process:
-            evaluated = self.ema.module if self.ema else self.model
-            metrics = self.metrics(evaluated)
             self.log.log_validation(self.progress, metrics)
-            self.log.log_samples(self.progress, self.translate_samples(evaluated))
+            self.log.log_samples(self.progress, samples)
             if math.isfinite(metrics['val_loss']):
                 self.save_checkpoint()
             self.remove_checkpoints()
@@ -272,12 +187,12 @@ class Validator(Stepper):
         return self.out / 'checkpoints' / Progress(step).name
 
     def save_checkpoint(self) -> None:
-        "Write a checkpoint of this step."
-        save_checkpoint(self.out, self.model, self.optimizer, self.progress, self.save, self.ema)
+        "Copy the state of this step, and write a checkpoint in the background."
+        self.writer.save(self.out, self.model, self.optimizer, self.progress, self.save, self.ema)
 
     def remove_checkpoints(self) -> None:
-        "Keep the newest checkpoint and those that the final choice needs."
-        keep_checkpoints(self.out, 1, steps_to_keep(self.validations(), self.config))
+        "Once the newest checkpoint is written, keep it and those that the final choice needs."
+        self.writer.submit(keep_checkpoints, self.out, 1, steps_to_keep(self.validations(), self.config))
 
     def validations(self, final_step: int | None = None) -> list[dict]:
         "Rows of the log with the validations of every `save_every` steps, and of the final step."
@@ -301,13 +216,22 @@ class Finisher(Validator):
         validated = [row['step'] for row in self.validations(self.progress.step)]
         if self.processes.any(self.processes.is_main_process and self.progress.step not in validated):
             self.validate_and_save()
+        candidates = {}
         if self.processes.is_main_process:
             self.remove_checkpoints()
-            weights = self.candidates()
-            chosen = weights[self.choose(weights)]
-            self.save(copy_weights(self.model, chosen).eval(), self.out)
-        self.processes.broadcast_parameters(self.model)
+            self.writer.wait()
+            candidates = self.candidates()
+        chosen = self.choose(candidates)
+        self.set_weights(candidates.get(chosen))
+        if self.processes.is_main_process:
+            self.save(self.model.eval(), self.out)
         return self.model.eval()
+
+    def set_weights(self, weights: dict[str, Tensor] | None) -> None:
+        "Give the model of all processes the weights that rank 0 has."
+        if self.processes.is_main_process:
+            copy_weights(self.model, weights)
+        self.processes.broadcast_parameters(self.model)
 
     def candidates(self) -> dict[str, dict[str, Tensor]]:
         "Return the weights that the final model may have, by name."
@@ -335,16 +259,23 @@ class Finisher(Validator):
         return {name.removeprefix('module.'): weight for name, weight in averaged.items()}
 
     def choose(self, candidates: dict[str, dict[str, Tensor]]) -> str:
-        "Return the name of the best candidate on the validation set, and log them all."
+        "Return the name of the best candidate of rank 0 on the validation set, and log them all."
         monitor = self.config.monitor
         values = {}
-        for name, weights in candidates.items():
-            values[name] = self.metrics(copy_weights(self.model, weights))[monitor]
+        for name in self.processes.broadcast(list(candidates)):
+            self.set_weights(candidates.get(name))
+            values[name] = self.metrics(self.model)[monitor]
+        if self.processes.is_main_process:
+            self.log_choice(values)
+        return best_name(values, monitor)
+
+    def log_choice(self, values: dict[str, float]) -> None:
+        "Log the metric of each candidate."
+        monitor = self.config.monitor
         last_row = read_log(self.out / 'log.jsonl')[-1]
         is_logged = last_row['step'] == self.progress.step and all(f'{monitor}_{name}' in last_row for name in values)
         if not is_logged: # a finished run may be started again
             self.log.log_validation(self.progress, {f'{monitor}_{name}': value for name, value in values.items()})
-        return best_name(values, monitor)
 
 class Stopper(Finisher):
     "Ends a run early."
@@ -352,6 +283,7 @@ class Stopper(Finisher):
         "Save, and end the run as requested."
         if self.processes.is_main_process:
             self.save_checkpoint()
+            self.writer.wait()
         self.processes.barrier()
         number = self.received_signals[0] if self.received_signals else signal.SIGTERM
         message = f'step {self.progress.step} is saved in {self.out}: run the same command again to resume'
@@ -360,6 +292,7 @@ class Stopper(Finisher):
     def fail(self, error: FloatingPointError) -> None:
         "End a run that cannot continue: rename the checkpoint of this step, so that no run resumes from it."
         folder = self.checkpoint(self.progress.step)
+        self.writer.wait()
         if self.processes.is_main_process and folder.exists():
             failed = folder.with_name(folder.name.replace('step', 'failed'))
             shutil.rmtree(failed, ignore_errors=True)
@@ -376,7 +309,7 @@ class Trainer(Stopper):
     def fit(self) -> nn.Module:
         "Train until the first limit, and choose the final weights, in eval mode. On Ctrl-C, save, raise Interrupted."
         self.start()
-        with closing(self.log):
+        with closing(self.log), closing(self.writer):
             try:
                 with self.log.open_bar(), catch_signals() as self.received_signals:
                     while not self.is_done():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from annotated_transformer import kernels
 from annotated_transformer.distributed import Processes, init_process_group
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +48,7 @@ def test_restarts_need_a_new_rendezvous_store(monkeypatch):
 
 SCRIPT = '''
 import torch
+from annotated_transformer import kernels
 from annotated_transformer.distributed import destroy_process_group, init_process_group
 from annotated_transformer.loader import TrainingLoader
 from annotated_transformer.trainer import LossModule, TrainConfig, train_step
@@ -68,6 +70,16 @@ batches = iter(loader.epoch(0))
 losses = []
 for _ in range(4):
     losses.append(train_step(loss_module, [next(batches), next(batches)], optimizer, 1e-3, processes=processes))
+assert processes.gather([n * n for n in processes.share(range(7))]) == [n * n for n in range(7)]
+assert processes.broadcast(processes.rank) == 0
+validated = []
+def counted_loss(model, batch, summed_loss=kernels.summed_loss):
+    validated.append(batch)
+    return summed_loss(model, batch)
+kernels.summed_loss = counted_loss
+val_batches = list(TrainingLoader([(row, row) for row in rows], 200, shuffle=False).epoch(0))
+losses.append(kernels.validate(model, val_batches, processes))
+assert len(validated) == len(processes.share(val_batches)) # no process waits for one that validates alone
 weights = sum(p.double().sum().item() for p in model.parameters())
 assert abs(processes.all_reduce_sum(weights)[0] / processes.size - weights) < 1e-12
 if processes.is_main_process:
@@ -94,17 +106,19 @@ def start_two(path, *args):
 
 @needs_distributed
 def test_two_processes_make_the_steps_of_one(tmp_path, capsys):
-    "With two accumulated batches for each step."
+    "With two accumulated batches for each step; then they validate together."
     path = tmp_path / 'steps.py'
     path.write_text(SCRIPT)
     started = start_two(path)
+    summed_loss = kernels.summed_loss
     runpy.run_path(str(path)) # alone, in this process
+    kernels.summed_loss = summed_loss
     alone = [float(loss) for loss in capsys.readouterr().out.split()]
     outputs = [process.communicate(timeout=120) for process in started]
     for process, (_, errors) in zip(started, outputs):
         assert process.returncode == 0, errors[-2000:]
     together = [float(loss) for loss in outputs[0][0].split()]
-    assert len(alone) == 4
+    assert len(alone) == 5
     torch.testing.assert_close(torch.tensor(together, dtype=torch.float64), torch.tensor(alone, dtype=torch.float64),
                                rtol=1e-9, atol=0)
 

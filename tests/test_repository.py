@@ -18,7 +18,7 @@ FLOORS = {
     -1: 'files toy_words progress', # the standard library alone; whatever writes a file imports files
     -0.5: 'probes',
     0: 'attention command_options positions vocabulary prepared toy_grammar scoring checks plotting '
-       'distributed hub text_streams part_checks input_checks training_checks',
+       'distributed hub text_streams part_checks input_checks training_checks train_config',
     0.5: 'parallel_text data_checks config_files',
     1: 'layers batches complexity experiments bpe_dropout word_vectors drawing toy_languages downloads',
     2: 'transformer corpora diagrams loader',
@@ -26,10 +26,12 @@ FLOORS = {
     3.2: 'large_corpora', # its folders have plans and locks, as those of runs have settings
     3.5: 'kernels',
     4: 'checkpoints inference causal_tests',
+    4.2: 'checkpoint_writer',
     4.5: 'run_log explorer',
     5: 'trainer interop heads',
     5.5: 'engines onnx_export', # inference, and conversions as interop makes them; translator uses engines
     6: 'translator score_report line_translation',
+    6.5: 'run_evaluation',
     7: 'recipe serving',
     7.5: 'run_reports',
     8: 'server train_command',

@@ -1,4 +1,5 @@
 "`torchrun` restarts processes that die, and adds and removes machines: the run goes on from its last checkpoint."
+import contextlib
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ from annotated_transformer.trainer import Stepper
 
 folder = Path(sys.argv[1])
 size = int(os.environ['WORLD_SIZE'])
+(folder / f'worker-of-{os.getppid()}').write_text(str(os.getpid()))
 take_step = Stepper.step
 
 def step(self, batches):
@@ -69,15 +71,24 @@ def torchrun(folder, *launch_options, settings=()):
     command = [sys.executable, '-m', 'torch.distributed.run', '--monitor-interval', '0.1', *launch_options,
                str(folder / 'script.py'), str(folder), 'train', '--tsv', str(folder.parent / 'pairs.tsv'), '--out',
                str(folder / 'run'), *SETTINGS, *settings]
-    with open(folder / 'errors', 'a') as errors: # a session of its own: a machine dies with all its processes
-        return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+    with open(folder / 'errors', 'a') as errors:
+        return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=errors)
+
+
+def kill_machine(process, folder):
+    "Kill an agent, and the process that it has started last."
+    if process is not None and process.poll() is None:
+        process.kill()
+        process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int((folder / f'worker-of-{process.pid}').read_text()), signal.SIGKILL)
 
 
 def finish(process, folder):
     try:
         code = process.wait(timeout=240)
     finally:
-        process.poll() is None and os.killpg(process.pid, signal.SIGKILL)
+        kill_machine(process, folder)
     assert code == 0, (folder / 'errors').read_text()[-3000:]
 
 
@@ -135,7 +146,7 @@ def test_run_goes_on_when_a_machine_leaves_and_comes_back(tmp_path, attempt):
         time.sleep(1) # the first serves the rendezvous
         second = torchrun(folder, *options, settings=['--dropout', '0'])
         wait_for(folder / 'at-25-of-2', folder)
-        os.killpg(second.pid, signal.SIGKILL)
+        kill_machine(second, folder)
         (folder / 'one').touch()
         wait_for(folder / 'at-45-of-1', folder)
         second = torchrun(folder, *options, settings=['--dropout', '0'])
@@ -145,7 +156,7 @@ def test_run_goes_on_when_a_machine_leaves_and_comes_back(tmp_path, attempt):
         finish(second, folder)
     finally:
         for process in (first, second):
-            process and process.poll() is None and os.killpg(process.pid, signal.SIGKILL)
+            kill_machine(process, folder)
     sizes = dict(read_steps(folder)) # the last that took each step
     assert (sizes[10], sizes[30], sizes[60]) == (2, 1, 2)
     torch.testing.assert_close(torch.tensor(losses(folder)), torch.tensor(losses(alone)), rtol=0, atol=1e-4)
