@@ -20,11 +20,13 @@ from .vocabulary import PAD
 
 @dataclass
 class PartialBatch(Batch):
-    """The rows of a batch that one process trains on.
+    """What one process trains on: its rows of a batch, or one of several batches, of which the others get one each.
 
-    :param global_tokens: target tokens of the whole batch
+    :param global_tokens: target tokens of the batches that all processes train on at the same time
+    :param n_batches: number of these batches
     """
     global_tokens: int = 0
+    n_batches: int = 1
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> 'PartialBatch':
         "Copy the batch to a device."
@@ -183,21 +185,26 @@ class PairList:
         return [self.pairs[i] for i in rows.tolist()], self.lengths[rows]
 
 class TrainingLoader:
-    """The batches of each epoch, the same for equal seeds and epochs. Each process gets its shard of every batch.
+    """The batches of each epoch, the same for equal seeds and epochs, and for any number of processes.
+
+    A step takes `batches_per_step` of them. If their number is a multiple of the number of processes, each process
+    gets
+    whole batches; otherwise, the processes share the rows of each batch.
 
     It replaces `batches.BatchLoader` for large corpora, several processes, and epochs that resume in the middle.
     Raises ValueError for a rank outside [0, world_size), and for a pair that is longer than `max_tokens`.
 
     :param pairs: a list, or `prepared.PreparedPairs`; or a function of the epoch
-    :param max_tokens: rows times columns of source and of decoder input, at most, over all processes
+    :param max_tokens: of a batch, at most: rows times columns of source and of decoder input
     :param shuffle: False: shortest first, the same in every epoch
     :param rank: index of this process
     :param world_size: number of processes
     :param pad_to_multiple_of: more than 1: few different shapes, for torch.compile
+    :param batches_per_step: batches whose gradients are added up before an optimizer step
     """
     def __init__(
         self, pairs: Sequence | Callable[[int], Sequence], max_tokens: int, seed: int = 0, shuffle: bool = True,
-        rank: int = 0, world_size: int = 1, pad_to_multiple_of: int = 1,
+        rank: int = 0, world_size: int = 1, pad_to_multiple_of: int = 1, batches_per_step: int = 1,
     ):
         if not 0 <= rank < world_size:
             raise ValueError(f'rank={rank} must be from 0 to {world_size - 1}, because world_size={world_size}')
@@ -208,6 +215,7 @@ class TrainingLoader:
         self.rank = rank
         self.world_size = world_size
         self.multiple = pad_to_multiple_of
+        self.batches_per_step = batches_per_step
         self.loaded_epoch = None
         if not callable(pairs):
             self.load(0)
@@ -251,37 +259,63 @@ class TrainingLoader:
                 yield rows[indices]
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[PartialBatch]:
-        """Yield this process's shard of each batch of an epoch. Skipped batches are read, but not collated.
+        """Yield this process's part of the batches of an epoch. Skipped batches are read, but not collated.
 
         :param epoch: counted from 0
         :param start: batches to skip: where an interrupted epoch resumes
         """
+        step = []
         for _, pairs, lengths, batches in self.read_windows(epoch):
             for indices in batches[start:]:
-                yield self.batch(pairs, lengths, indices)
+                step.append((pairs, lengths, indices))
+                if len(step) == self.batches_per_step:
+                    yield from self.part_of_step(step)
+                    step = []
             start = max(0, start - len(batches))
+        yield from self.part_of_step(step) # what is left of the epoch
 
-    def batch(self, pairs: Sequence, lengths: np.ndarray, indices: np.ndarray) -> PartialBatch:
-        """Collate this process's rows of a batch.
+    def part_of_step(self, step: list[tuple]) -> Iterator[PartialBatch]:
+        """Yield what this process trains on in one step.
+
+        :param step: pairs of a window, their lengths, and indices, for each batch
+        """
+        n = self.world_size
+        if len(step) % n:
+            for pairs, lengths, indices in step:
+                own = indices[self.rank::n]
+                yield self.batch(pairs, lengths, indices, own, int(lengths[indices, 1].sum()))
+            return
+        for i in range(0, len(step), n): # one batch for each process
+            global_tokens = sum(int(lengths[indices, 1].sum()) for _, lengths, indices in step[i:i + n])
+            pairs, lengths, indices = step[i + self.rank]
+            yield self.batch(pairs, lengths, indices, indices, global_tokens, n)
+
+    def batch(
+        self, pairs: Sequence, lengths: np.ndarray, indices: np.ndarray, own: np.ndarray, global_tokens: int,
+        n_batches: int = 1,
+    ) -> PartialBatch:
+        """Collate some rows of a batch.
 
         :param pairs: of a window
         :param lengths: of these pairs
         :param indices: of the batch
+        :param own: those of its rows that this process trains on
         """
         rows = []
-        for i in indices[self.rank::self.world_size].tolist():
+        for i in own.tolist():
             src, tgt = pairs[i]
             rows.append((as_list(src), as_list(tgt)))
         batch = collate(rows)
-        global_tokens = int(lengths[indices, 1].sum())
         src = batch.src
         tgt = batch.tgt
         if self.multiple > 1: # a compiled model: lengths and numbers of rows from a short list
             length = int(round_up(lengths[indices], self.multiple).max())
-            n_rows = math.ceil((self.max_tokens // length) / self.world_size)
+            n_rows = self.max_tokens // length
+            if n_batches == 1: # shared
+                n_rows = math.ceil(n_rows / self.world_size)
             src = pad_to(src, n_rows, length)
             tgt = pad_to(tgt, n_rows, length + 1)
-        return PartialBatch(src, tgt, global_tokens=global_tokens)
+        return PartialBatch(src, tgt, global_tokens=global_tokens, n_batches=n_batches)
 
 def to_device(batches: Iterable[Batch], device: torch.device, pin: bool = True) -> Iterator[Batch]:
     """Yield the same batches on a device.

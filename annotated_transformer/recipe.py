@@ -38,7 +38,8 @@ from .run_evaluation import Evaluation, evaluate
 from .run_folder import (
     claim_folder, differences, is_finished, lock_folder, settings_dict, starts_over)
 from .run_log import tensorboard_writer
-from .trainer import TrainConfig, Trainer
+from .train_config import TrainConfig
+from .trainer import Trainer
 from .transformer import PRESETS, TransformerConfig
 from .translator import Translator
 from .vocabulary import Tokenizer, load_tokenizer, train_tokenizer
@@ -235,7 +236,7 @@ def make_loaders(
     multiple = LENGTH_MULTIPLE if training.compile else 1
     pairs = training_pairs(config, corpus, tokenizer)
     loader = TrainingLoader(pairs, training.max_tokens, training.seed, rank=processes.rank, world_size=processes.size,
-                            pad_to_multiple_of=multiple)
+                            pad_to_multiple_of=multiple, batches_per_step=training.batches_per_step)
     val_pairs = encode_pairs(corpus['val'], tokenizer, corpus.langs, config.model.max_len)
     val_batches = list(TrainingLoader(val_pairs, training.max_tokens, shuffle=False).epoch(0))
     return loader, val_batches
@@ -373,6 +374,8 @@ def locked_run(
 
     trainer.translate_samples = translate_samples
     trainer.log.initial_metrics = {f'dropped_{reason}': n for reason, n in corpus.dropped.items()} | metrics
+    trainer.log.initial_metrics |= {'max_tokens': config.training.max_tokens,
+                                    'global_tokens': config.training.max_tokens * config.training.batches_per_step}
     if on_start:
         on_start(trainer, corpus, tokenizer)
     translator = Translator(trainer.fit(), tokenizer, search)

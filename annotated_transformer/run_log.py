@@ -90,12 +90,15 @@ class RunLog:
         if self.on_log:
             self.on_log(read_log(self.log))
 
-    def log_step(self, progress: Progress, lr: float) -> None:
+    def log_step(self, progress: Progress, lr: float, n_processes: int = 1) -> None:
         "Write the mean loss per token since the last such row. The caller then sets `loss_sum` and `loss_tokens` to 0."
         loss = progress.loss_sum / progress.loss_tokens
         seconds = time.monotonic() - self.clock_start
         speed = round((progress.tokens - self.clock_tokens) / seconds)
-        self.write(progress, {'loss': loss, 'lr': lr, 'tokens': progress.tokens}, tokens_per_second=speed)
+        times = {'tokens_per_second': speed}
+        if n_processes > 1:
+            times['processes'] = n_processes # may change when the run resumes
+        self.write(progress, {'loss': loss, 'lr': lr, 'tokens': progress.tokens}, **times)
         self.bar.set_postfix_str(f'{self.time_left} left, step {progress.step}, loss {loss:.3f}, {speed} tokens/s')
         self.restart_clock(progress)
 

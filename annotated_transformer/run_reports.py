@@ -4,8 +4,8 @@
 chosen, and what to do next."""
 
 __all__ = ['LANGUAGES', 'MEASURES', 'WEIGHTS', 'language_name', 'first_pair', 'limits', 'flat_settings', 'setting_text',
-           'changed_settings', 'too_short', 'model_name', 'start_report', 'chosen_weights', 'next_commands', 'duration',
-           'is_still_improving', 'limit_reached', 'end_report']
+           'changed_settings', 'too_short', 'model_name', 'batch_sizes', 'start_report', 'chosen_weights',
+           'next_commands', 'duration', 'is_still_improving', 'limit_reached', 'end_report']
 
 import math
 import shlex
@@ -21,7 +21,8 @@ from .files import read_json
 from .parallel_text import as_paths
 from .recipe import RunConfig, default_run, settings_dict
 from .score_report import counted, table
-from .trainer import TrainConfig, Trainer
+from .train_config import TrainConfig
+from .trainer import Trainer
 from .transformer import TransformerConfig
 from .vocabulary import Tokenizer
 
@@ -95,6 +96,16 @@ def model_name(config: Any) -> str:
         return f'Transformer with {config.positions} positions'
     return f'{kind_of(config)} model'
 
+def batch_sizes(training: TrainConfig, n_processes: int) -> str:
+    "Describe the batch of one process and that of a step."
+    n = training.batches_per_step
+    text = f'at most {training.max_tokens:,} tokens'
+    if n_processes > 1:
+        text += f', shared by {n_processes} processes' if n % n_processes else f' in each of {n_processes} processes'
+    if n > 1:
+        text += f', {n * training.max_tokens:,} in a step'
+    return text
+
 def start_report(
     config: RunConfig, out: Path, trainer: Trainer, corpus: Corpus, tokenizer: Tokenizer, recipe: str,
 ) -> str:
@@ -105,7 +116,7 @@ def start_report(
     :param recipe: that the settings are compared with
     """
     loader = trainer.loader
-    steps = math.ceil(len(loader) / config.training.gradient_accumulation_steps)
+    steps = math.ceil(len(loader) / config.training.batches_per_step)
     src_tokens, tgt_tokens = loader.pairs.tokens
     data = (f'{counted(len(loader.pairs), "pair")} with {src_tokens:,} source and {tgt_tokens:,} target tokens '
             f'to train on, {counted(len(corpus["val"]), "pair")} to validate on')
@@ -130,7 +141,7 @@ def start_report(
         'vocabulary': f'{len(tokenizer):,} tokens ({tokenizer.kind}), shared by both languages',
         'model': f'{model_name(model.config)}, {n_parameters:,} parameters',
         'settings': f'recipe {recipe}' + (f', changed: {"; ".join(changed)}' if changed else ''),
-        'batches': f'at most {config.training.max_tokens:,} tokens; steps per epoch: {steps:,}',
+        'batches': f'{batch_sizes(config.training, n_processes)}; steps per epoch: {steps:,}',
         'ends after': limits(config),
         'device': f'{device}, {counted(torch.get_num_threads(), "thread")}, {config.training.precision}'
                   + (f', {n_processes} processes' if n_processes > 1 else ''),

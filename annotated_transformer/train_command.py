@@ -33,7 +33,7 @@ from .run_folder import (
     check_model_folder, check_same_run, data_record, lock_folder, set_languages)
 from .run_reports import end_report, language_name, start_report
 from .score_report import counted, phenomenon_scores
-from .trainer import TrainConfig
+from .train_config import TrainConfig
 from .transformer import POSITIONS, PRESETS, TransformerConfig
 from .translator import FILES, Translator
 from .vocabulary import load_tokenizer
@@ -49,7 +49,7 @@ GROUPS = { # of train: heading, introduction, options
               ('n_layers', 'd_model', 'd_ff', 'n_heads', 'd_k', 'd_v', 'dropout', 'norm', 'positions',
                'max_len', 'tied')),
     'training': ('Section numbers are those of the paper.',
-                 ('max_tokens', 'warmup_steps', 'peak_lr', 'label_smoothing', 'average_checkpoints',
+                 ('max_tokens', 'global_tokens', 'warmup_steps', 'peak_lr', 'label_smoothing', 'average_checkpoints',
                   'max_grad_norm', 'seed')),
     'validation and checkpoint': ('', ('save_every', 'log_every', 'val_sentences', 'monitor', 'patience', 'keep_best',
                                        'average_best')),
@@ -124,6 +124,10 @@ TEXTS = { # help of options, instead of the comments
     'norm': "layer norm after each residual addition; 'pre': before each sublayer; for export to Marian: post",
     'positions': 'encoding of positions; rotary and alibi are newer than the paper (section 3.5). For '
                  'export to Marian: sinusoidal',
+    'max_tokens': 'largest batch that one process computes at a time: padded tokens on the longer side (section 5.1)',
+    'global_tokens': 'batch of one step, over all processes: a multiple of --max-tokens. Each process adds up '
+                     'gradients until the batch is complete (left out: --max-tokens)',
+    'gradient_accumulation_steps': 'another way to set --global-tokens: as a multiple of --max-tokens',
     'peak_lr': "largest learning rate (left out: the paper's, from d_model and the warm-up)",
     'on_error': 'a training line that is not valid UTF-8, or a row without a tab: stop, or skip it and count it '
                 '(if more than a tenth of a file is bad, training stops in any case)',

@@ -2,7 +2,7 @@
 
 """Training settings: set batch size, learning rate, limits, validation and checkpoints of a training run."""
 
-__all__ = ['MAX_TOKENS', 'TrainConfig', 'check_settings']
+__all__ = ['MAX_TOKENS', 'TrainConfig', 'check_global_tokens', 'check_settings']
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from typing import Literal
 class TrainConfig:
     """How to train, until the first limit: steps, epochs or minutes. Raises ValueError for a value out of range.
 
-    :param max_tokens: batch size: padded tokens on the longer side, over all processes (section 5.1)
+    :param max_tokens: largest batch of one process: padded tokens on the longer side (section 5.1)
+    :param global_tokens: of one step, over all processes: a multiple of max_tokens (default: max_tokens)
     :param warmup_steps: steps until the learning rate peaks (section 5.3)
     :param peak_lr: largest learning rate (default: the paper's, `paper_peak_lr`)
     :param label_smoothing: probability spread evenly over the vocabulary (section 5.4)
@@ -24,7 +25,7 @@ class TrainConfig:
     :param save_every: steps between validations, each with a checkpoint
     :param average_checkpoints: checkpoints to average at the end (section 6.1)
     :param seed: seeds the weights, the order of batches, and dropout
-    :param gradient_accumulation_steps: batches whose gradients are added up before an optimizer step
+    :param gradient_accumulation_steps: batches of max_tokens for one step: another way to set global_tokens
     :param r_drop: weight of R-Drop's distance between two passes (Liang et al., 2021); 0: one pass
     :param r_drop_from: first step with R-Drop
     :param ema_decay: keep an exponential moving average of the weights, for example 0.999; 0: none
@@ -40,6 +41,7 @@ class TrainConfig:
     :param init: 'scaled': initial residual branches shrink with depth
     """
     max_tokens: int = 4096
+    global_tokens: int | None = None
     warmup_steps: int = 4000
     peak_lr: float | None = None
     label_smoothing: float = 0.1
@@ -69,7 +71,27 @@ class TrainConfig:
     def __post_init__(self):
         check_settings(self)
 
+    @property
+    def batches_per_step(self) -> int:
+        "Number of batches of `max_tokens` that one optimizer step takes, over all processes."
+        if self.global_tokens is None:
+            return self.gradient_accumulation_steps
+        return self.global_tokens // self.max_tokens
+
 MAX_TOKENS = 10_000_000
+
+def check_global_tokens(config: TrainConfig) -> None:
+    "Raise ValueError for a `global_tokens` that `max_tokens` cannot reach."
+    wanted = config.global_tokens
+    if wanted is None:
+        return
+    if config.gradient_accumulation_steps != 1:
+        raise ValueError(f'global_tokens={wanted} and gradient_accumulation_steps={config.gradient_accumulation_steps} '
+                         'both set the batch of one step: leave one of them out')
+    if wanted < 1 or wanted % config.max_tokens:
+        nearest = max(1, round(wanted / config.max_tokens)) * config.max_tokens
+        raise ValueError(f'global_tokens={wanted} is not a multiple of max_tokens={config.max_tokens}: '
+                         f'choose {nearest}, for example')
 
 def check_settings(config: TrainConfig) -> None:
     "Raise ValueError that names a value out of range."
@@ -80,6 +102,7 @@ def check_settings(config: TrainConfig) -> None:
     if config.max_tokens > MAX_TOKENS:
         raise ValueError(f'max_tokens={config.max_tokens} must be at most {MAX_TOKENS:,}: '
                          'a larger batch would not fit into memory')
+    check_global_tokens(config)
     for name in ('peak_lr', 'max_epochs', 'max_minutes', 'patience', 'max_grad_norm'):
         value = getattr(config, name)
         if value is not None and not value > 0: # catches NaN, too

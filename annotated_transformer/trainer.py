@@ -3,17 +3,16 @@
 """Trainer: train for hours: gradient accumulation, clipping, validation, early stopping, and a run that resumes
 exactly."""
 
-__all__ = ['global_tokens', 'train_step', 'RunParts', 'seed_step', 'Stepper', 'steps_to_keep', 'Validator', 'cpu_weights',
-           'Finisher', 'Stopper', 'Trainer']
+__all__ = ['global_tokens', 'n_batches', 'next_step', 'train_step', 'RunParts', 'seed_step', 'Stepper', 'steps_to_keep',
+           'Validator', 'cpu_weights', 'Finisher', 'Stopper', 'Trainer']
 
 import math
 import shutil
 import signal
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -36,6 +35,24 @@ from .training import average_weights, learning_rate, paper_peak_lr, perplexity,
 def global_tokens(batch: Batch) -> int:
     "Return the number of target tokens of the whole batch, of which this process may hold a part."
     return getattr(batch, 'global_tokens', batch.n_tokens)
+
+def n_batches(batches: Sequence[Batch]) -> int:
+    "Return how many batches of the loader these are, with those that other processes train on at the same time."
+    return sum(getattr(batch, 'n_batches', 1) for batch in batches)
+
+def next_step(batches: Iterator[Batch], n: int) -> list[Batch]:
+    """Take the batches of one step.
+
+    :param batches: of this process
+    :param n: batches of one step, over all processes
+    :return: what this process trains on in one step; empty at the end of the epoch
+    """
+    found = []
+    for batch in batches:
+        found.append(batch)
+        if n_batches(found) >= n:
+            break
+    return found
 
 def train_step(
     loss_module: nn.Module, batches: Sequence[Batch], optimizer: torch.optim.Optimizer, lr: float,
@@ -143,7 +160,7 @@ class Stepper(RunParts):
             self.ema.update_parameters(self.model)
         n_tokens = sum(map(global_tokens, batches))
         progress.step = step
-        progress.batch += len(batches)
+        progress.batch += n_batches(batches)
         progress.tokens += n_tokens
         progress.loss_sum += loss * n_tokens
         progress.loss_tokens += n_tokens
@@ -336,8 +353,8 @@ class Trainer(Stopper):
         progress = self.progress
         device = self.model.lm_head.weight.device
         batches = to_device(self.loader.epoch(progress.epoch, start=progress.batch), device, self.config.pin)
-        while group := list(islice(batches, self.config.gradient_accumulation_steps)):
-            self.step(group)
+        while step_batches := next_step(batches, self.config.batches_per_step):
+            self.step(step_batches)
             stop_requested = self.update_clock()
             if progress.step % self.config.log_every == 0:
                 self.log_step()
@@ -360,7 +377,7 @@ class Trainer(Stopper):
     def log_step(self) -> None:
         "Log the mean loss since the last such row."
         if self.processes.is_main_process:
-            self.log.log_step(self.progress, self.lr)
+            self.log.log_step(self.progress, self.lr, self.processes.size)
         self.progress.loss_sum = 0.0
         self.progress.loss_tokens = 0
 

@@ -6,6 +6,7 @@ import torch
 from annotated_transformer import loader as module
 from annotated_transformer.batches import token_batches
 from annotated_transformer.loader import TrainingLoader, bucket, to_device, windows
+from annotated_transformer.trainer import global_tokens, n_batches, next_step
 from annotated_transformer.vocabulary import PAD
 
 
@@ -83,6 +84,28 @@ def test_processes_share_each_batch(size):
     for whole, *shares in zip(TrainingLoader(make_pairs(), 256).epoch(0), *parts, strict=True):
         assert sorted(row for share in shares for row in rows_of(share)) == sorted(rows_of(whole))
         assert all(share.global_tokens == whole.n_tokens for share in shares)
+
+
+@pytest.mark.parametrize('size, n', [(2, 4), (4, 4), (2, 3), (3, 4)])
+def test_processes_get_whole_batches_if_a_step_has_enough(size, n, monkeypatch):
+    "The steps are those of one process, also at the end of a window and of the epoch, and after a resume."
+    monkeypatch.setattr(module, 'WINDOW', 300)
+    monkeypatch.setattr(module, 'BLOCK', 50)
+    whole = list(TrainingLoader(make_pairs(), 256).epoch(0, start=2 * n))
+    loaders = [TrainingLoader(make_pairs(), 256, rank=rank, world_size=size, batches_per_step=n) for rank in range(size)]
+    parts = [loader.epoch(0, start=2 * n) for loader in loaders]
+    shapes = {batch.src.shape for batch in whole}
+    for i in range(0, len(whole), n):
+        steps = [next_step(part, n) for part in parts]
+        expected = whole[i:i + n]
+        assert sorted(row for step in steps for batch in step for row in rows_of(batch)) == \
+            sorted(row for batch in expected for row in rows_of(batch))
+        for step in steps:
+            assert n_batches(step) == len(expected)
+            assert sum(map(global_tokens, step)) == sum(batch.n_tokens for batch in expected)
+            if len(expected) % size == 0:
+                assert len(step) == len(expected) // size and all(batch.src.shape in shapes for batch in step)
+    assert all(next_step(part, n) == [] for part in parts)
 
 
 def test_few_shapes_for_a_compiled_model():

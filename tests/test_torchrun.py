@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason='this PyTorch has no torch.distributed'),
 ]
 
-# `train`, with one process that kills itself at a step, or with steps that wait until a file exists
+# `train`, with one process that kills itself at a step, or with steps that wait for something to happen
 SCRIPT = '''
 import os
 import signal
@@ -39,11 +39,10 @@ def step(self, batches):
     if step == 25 and (folder / 'kill').exists() and self.processes.rank == 1:
         (folder / 'kill').unlink()
         os.kill(os.getpid(), signal.SIGKILL)
-    for stop, name in ((25, 'one'), (45, 'two')):
-        if step == stop and (folder / 'pause').exists():
-            (folder / f'at-{step}-of-{size}').touch()
-            while not (folder / name).exists():
-                time.sleep(0.05)
+    if (step, size) in ((25, 2), (45, 1)) and (folder / 'pause').exists(): # until the other machine leaves, or comes back
+        (folder / f'at-{step}-of-{size}').touch()
+        while not (folder / 'left').exists() if size == 2 else not self.received_signals:
+            time.sleep(0.05)
     with open(folder / 'steps', 'a') as file:
         file.write(f'{step} {size}\\n')
     take_step(self, batches)
@@ -52,7 +51,7 @@ Stepper.step = step
 main(sys.argv[2:])
 '''
 SETTINGS = ('--tokenizer words --held-out 4 --max-len 12 --vocab-size 60 --positions sinusoidal '
-            '--n-layers 1 --d-model 16 --d-ff 32 --n-heads 2 --max-tokens 64 '
+            '--n-layers 1 --d-model 16 --d-ff 32 --n-heads 2 --max-tokens 64 --global-tokens 128 '
             '--max-steps 60 --save-every 10 --log-every 10 --warmup-steps 20 --device cpu --overwrite').split()
 PAIRS = ''.join(f'w{n % 7} w{n % 11} w{n % 13} w{n}\tw{n} w{n % 13} w{n % 11} w{n % 7}\n' for n in range(40))
 
@@ -147,11 +146,9 @@ def test_run_goes_on_when_a_machine_leaves_and_comes_back(tmp_path, attempt):
         second = torchrun(folder, *options, settings=['--dropout', '0'])
         wait_for(folder / 'at-25-of-2', folder)
         kill_machine(second, folder)
-        (folder / 'one').touch()
+        (folder / 'left').touch()
         wait_for(folder / 'at-45-of-1', folder)
         second = torchrun(folder, *options, settings=['--dropout', '0'])
-        time.sleep(5) # until the first has noticed it
-        (folder / 'two').touch()
         finish(first, folder)
         finish(second, folder)
     finally:

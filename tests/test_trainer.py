@@ -175,6 +175,16 @@ def test_best_candidate_is_kept(tmp_path):
     assert math.isclose(validate(model, trainer.val_batches), best, rel_tol=1e-5)
 
 
+def test_global_tokens_are_a_multiple_of_max_tokens():
+    assert TrainConfig(max_tokens=100, global_tokens=300).batches_per_step == 3
+    assert TrainConfig(max_tokens=100, gradient_accumulation_steps=2).batches_per_step == 2
+    for wanted in (250, 50, 0):
+        with pytest.raises(ValueError, match=f'global_tokens={wanted} is not a multiple of max_tokens=100: choose'):
+            TrainConfig(max_tokens=100, global_tokens=wanted)
+    with pytest.raises(ValueError, match='leave one of them out'):
+        TrainConfig(max_tokens=100, global_tokens=200, gradient_accumulation_steps=2)
+
+
 @pytest.mark.parametrize('changes', [{}, {'ema_decay': 0.9}, {'gradient_accumulation_steps': 2}, {'r_drop': 1.0}])
 def test_resumed_run_is_bit_identical(tmp_path, changes):
     whole = make_trainer(tmp_path / 'whole', **changes).fit()
