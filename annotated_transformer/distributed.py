@@ -8,7 +8,7 @@ __all__ = ['TIMEOUT', 'Processes', 'usable_device', 'init_process_group', 'destr
 import contextlib
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -98,6 +98,22 @@ class Processes:
             return module
         # buffers are position tables, which are equal in all processes
         return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+    def adam(self, parameters: Iterable[nn.Parameter], shard: bool = False, **options) -> torch.optim.Optimizer:
+        """Return Adam, or `ZeroRedundancyOptimizer` with Adam (ZeRO, stage 1).
+
+        :param shard: each process keeps the state of its share of the parameters, and updates these
+        :param options: of torch.optim.Adam
+        """
+        if self.size == 1 or not shard:
+            return torch.optim.Adam(parameters, **options)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        return ZeroRedundancyOptimizer(parameters, torch.optim.Adam, **options)
+
+    def collect_state(self, optimizer: torch.optim.Optimizer) -> None:
+        "Give rank 0 the whole state of an optimizer, for a checkpoint. All processes must call it together."
+        if hasattr(optimizer, 'consolidate_state_dict'):
+            optimizer.consolidate_state_dict()
 
     def no_sync(self, module: nn.Module, enabled: bool = True):
         "A context in which gradients are only added up locally: for every backward pass of a step but the last."

@@ -36,6 +36,7 @@ class TrainConfig:
     :param precision: of matrix products; weights stay float32
     :param compile: use torch.compile
     :param compile_loss: compile R-Drop's loss alone, which starts faster; worth it on a GPU
+    :param shard_optimizer: divide Adam's state among the processes (ZeRO, stage 1): less memory for each
     :param pin: on a GPU, copy batches from pinned memory
     :param tensorboard: also write TensorBoard events
     :param init: 'scaled': initial residual branches shrink with depth
@@ -64,6 +65,7 @@ class TrainConfig:
     precision: Literal['float32', 'bfloat16'] = 'float32'
     compile: bool = False
     compile_loss: bool = False
+    shard_optimizer: bool = False
     pin: bool = True
     tensorboard: bool = False
     init: Literal['glorot', 'scaled'] = 'glorot'

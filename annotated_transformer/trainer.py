@@ -120,7 +120,8 @@ class RunParts:
         self.translate_samples = translate_samples or (lambda model: [])
         self.save = save
         self.processes = processes
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+        self.optimizer = processes.adam(model.parameters(), config.shard_optimizer, lr=0.0, betas=(0.9, 0.98), eps=1e-9,
+                                        fused=True)
         self.peak_lr = config.peak_lr or paper_peak_lr(model.config.d_model, config.warmup_steps)
         self.ema = None
         if config.ema_decay:
@@ -192,8 +193,9 @@ class Validator(Stepper):
         if self.processes.is_main_process:
             self.log.log_validation(self.progress, metrics)
             self.log.log_samples(self.progress, samples)
-            if math.isfinite(metrics['val_loss']):
-                self.save_checkpoint()
+        if math.isfinite(metrics['val_loss']):
+            self.save_checkpoint()
+        if self.processes.is_main_process:
             self.remove_checkpoints()
         self.update_should_stop()
         self.model.train()
@@ -204,8 +206,10 @@ class Validator(Stepper):
         return self.out / 'checkpoints' / Progress(step).name
 
     def save_checkpoint(self) -> None:
-        "Copy the state of this step, and write a checkpoint in the background."
-        self.writer.save(self.out, self.model, self.optimizer, self.progress, self.save, self.ema)
+        "Copy the state of this step, and write a checkpoint in the background. All processes call it together."
+        self.processes.collect_state(self.optimizer)
+        if self.processes.is_main_process:
+            self.writer.save(self.out, self.model, self.optimizer, self.progress, self.save, self.ema)
 
     def remove_checkpoints(self) -> None:
         "Once the newest checkpoint is written, keep it and those that the final choice needs."
@@ -298,9 +302,8 @@ class Stopper(Finisher):
     "Ends a run early."
     def interrupt(self) -> None:
         "Save, and end the run as requested."
-        if self.processes.is_main_process:
-            self.save_checkpoint()
-            self.writer.wait()
+        self.save_checkpoint()
+        self.writer.wait()
         self.processes.barrier()
         number = self.received_signals[0] if self.received_signals else signal.SIGTERM
         message = f'step {self.progress.step} is saved in {self.out}: run the same command again to resume'

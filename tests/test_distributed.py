@@ -2,6 +2,7 @@
 import json
 import os
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from annotated_transformer import kernels
+from annotated_transformer.checkpoints import load_state, read_log
 from annotated_transformer.distributed import Processes, init_process_group
 from annotated_transformer.run_reports import batch_sizes
 from annotated_transformer.train_config import TrainConfig
@@ -23,6 +25,7 @@ def test_alone_nothing_is_communicated():
     alone = Processes()
     layer = torch.nn.Linear(2, 2)
     assert alone.is_main_process and alone.all_reduce_sum(1, 2.5) == [1.0, 2.5]
+    assert type(alone.adam(layer.parameters(), shard=True, lr=0.1)) is torch.optim.Adam
     assert alone.wrap(layer) is layer and not alone.any(False) and alone.any(True)
     alone.barrier()
     alone.broadcast_parameters(layer)
@@ -214,3 +217,67 @@ def test_a_run_on_two_processes_has_the_losses_of_one(tmp_path):
     assert len(one) == len(two) == 200 and one[-1][0] < one[0][0] - 0.5
     assert max(abs(a - b) for (a, _), (b, _) in zip(one, two)) < 1e-4
     assert all(n_calls == 0 for _, n_calls in one) and all(1 <= n_calls <= 2 for _, n_calls in two)
+
+
+SHARDED = '''
+import json
+import sys
+import torch
+from annotated_transformer.checkpoints import read_log
+from annotated_transformer.distributed import destroy_process_group, init_process_group
+from annotated_transformer.loader import TrainingLoader
+from annotated_transformer.trainer import TrainConfig, Trainer
+from annotated_transformer.transformer import Transformer, TransformerConfig
+
+out, shard, max_steps = sys.argv[1], sys.argv[2] == 'True', int(sys.argv[3])
+processes = init_process_group()
+rows = [[4 + (n * n + k) % 16 for k in range(2 + n % 9)] for n in range(200)]
+torch.manual_seed(0)
+model = Transformer(TransformerConfig(vocab_size=20, n_layers=1, d_model=16, d_ff=32, n_heads=2, dropout=0.0)).double()
+loader = TrainingLoader([(row, row) for row in rows], 128, rank=processes.rank, world_size=processes.size)
+val_batches = list(TrainingLoader([(row, row) for row in rows[:9]], 128, shuffle=False).epoch(0))
+config = TrainConfig(128, max_steps=max_steps, save_every=10, log_every=1, warmup_steps=20, peak_lr=1e-2,
+                     shard_optimizer=shard)
+trainer = Trainer(model, loader, val_batches, config, out, progress_bar=False, processes=processes)
+trainer.fit()
+n_numbers = sum(value.numel() for state in getattr(trainer.optimizer, 'optim', trainer.optimizer).state.values()
+                for value in state.values())
+print(n_numbers)
+trainer = None
+destroy_process_group(processes)
+'''
+
+
+@pytest.mark.slow
+@needs_distributed
+def test_sharded_optimizer_takes_the_same_steps_with_half_of_the_state(tmp_path):
+    "Its checkpoint is the usual one: other runs resume from it, with and without sharding, on one process or two."
+    path = tmp_path / 'run.py'
+    path.write_text(SHARDED)
+
+    def run(name, shard, max_steps, n=2):
+        args = (str(tmp_path / name), str(shard), str(max_steps))
+        if n == 1:
+            env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
+            started = [subprocess.Popen([sys.executable, str(path), *args], env=env, text=True, stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE)]
+        else:
+            started = start_two(path, *args)
+        outputs = [process.communicate(timeout=300) for process in started]
+        for process, (_, errors) in zip(started, outputs):
+            assert process.returncode == 0, errors[-2000:]
+        rows = [row['loss'] for row in read_log(tmp_path / name / 'log.jsonl') if 'loss' in row]
+        return torch.tensor(rows, dtype=torch.float64), [int(printed) for printed, _ in outputs]
+
+    def state(name):
+        return load_state(tmp_path / name / 'checkpoints/step-00000020/state.pt')['optimizer']
+
+    whole, n_whole = run('whole', False, 20)
+    sharded, n_sharded = run('sharded', True, 20)
+    torch.testing.assert_close(sharded, whole, rtol=1e-9, atol=0)
+    assert max(n_sharded) < 0.7 * n_whole[0] and sum(n_sharded) == n_whole[0]
+    torch.testing.assert_close(state('sharded')['state'], state('whole')['state'])
+    expected, _ = run('whole', False, 30)
+    shutil.copytree(tmp_path / 'sharded', tmp_path / 'alone')
+    for found, _ in (run('sharded', True, 30), run('alone', False, 30, n=1)):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
