@@ -37,6 +37,8 @@ take_step = Stepper.step
 def step(self, batches):
     step = self.progress.step + 1
     if step == 25 and (folder / 'kill').exists() and self.processes.rank == 1:
+        while not (folder / 'run/checkpoints/step-00000020').exists(): # a thread writes it
+            time.sleep(0.05)
         (folder / 'kill').unlink()
         os.kill(os.getpid(), signal.SIGKILL)
     if (step, size) in ((15, 1), (25, 2), (45, 1)) and (folder / 'pause').exists(): # until a machine comes or leaves
