@@ -112,7 +112,7 @@ def moved():
 
 
 def front_page():
-    "What the landing page takes from nbs/index.ipynb: the example with its output, the table of results."
+    "What the landing page takes from nbs/index.ipynb: the example with its output, the table of results and its caption."
     cells = read_page(NBS / 'index.ipynb')['cells']
     example = next(cell for cell in cells if 'Translator.load()' in cell['source'])
     output = ''.join(example['outputs'][0]['data']['text/plain'])
@@ -120,7 +120,10 @@ def front_page():
               if 'text/markdown' in output.get('data', {})]
     results = next(text for text in tables if '| BLEU |' in text)
     rows = '\n'.join(line for line in results.splitlines() if line.startswith('|'))
-    return {'example': example['source'], 'output': output, 'results': repository_links(rows)}
+    prose = '\n'.join(cell['source'] for cell in cells if cell['cell_type'] == 'markdown')
+    caption = re.search(r'^## Results\n\n(.+?)(?:\n\n|\Z)', prose, re.M | re.S)[1]
+    return {'example': example['source'], 'output': output, 'results': repository_links(rows),
+            'caption': repository_links(caption)}
 
 
 def contents():
@@ -181,7 +184,7 @@ def write_sources():
     values = CFG | front | {'live': live.replace('{{picture}}', picture), 'toctrees': toctrees(), 'pages': len(PAGES)}
     texts = {'index.md': filled('index.md', values), 'notation.md': filled('notation.md', values),
              'contents.md': contents(), 'glossary.md': glossary_page, 'moved.md': moved(),
-             'results.md': records.page(front['results'])}
+             'results.md': records.page(front['results'], front['caption'])}
     for name, text in texts.items():
         (SOURCE / name).write_text(text, encoding='utf-8')
     settings = CFG | {'names': names, 'definitions': definitions(terms), 'footer': filled('footer.html', values),

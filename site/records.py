@@ -176,7 +176,7 @@ def all_records(records):
     return table(['record', 'discussed on', *HOW], rows, 'All records')
 
 
-def page(summary):
+def page(summary, caption):
     "The page of results, in MyST Markdown."
     records = load()
     rows, points = quality(records)
@@ -190,7 +190,7 @@ all of it). [Page 46](46_the_record.ipynb) discusses the Multi30k results, and w
 
 ## The main rows
 
-± is half of the 95% bootstrap interval over the test sentences; for three seeds, the standard deviation.
+{caption}
 
 {summary}
 

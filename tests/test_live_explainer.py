@@ -21,6 +21,7 @@ from annotated_transformer.vocabulary import BOS, EOS
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / 'runs' / 'explainer' # screenshots to look at
 MAX_BYTES = 4_500_000
+AXE = ROOT / 'site' / 'build' / 'node_modules' / 'axe-core' / 'axe.min.js' # from `make site`
 DOG = 'The dog sleeps in the house because it is tired.'
 interface = pytest.mark.site # in `make test-site`; `make test` has the model and its searches
 NASTY = ['', ' ', '\t', '  The  dog ', 'The dog.', 'the dog', 'THE DOG', 'dog,cat', "dog's", '...', '!?', '"The dog"', '(dog)',
@@ -43,8 +44,8 @@ def visit(chromium, page_file):
     "A function that opens the explainer. At the end, the console must be silent, and nothing may have been requested."
     contexts, complaints = [], []
 
-    def open_page(address='', width=1280, height=900, scheme='light'):
-        context = chromium.new_context(viewport={'width': width, 'height': height}, color_scheme=scheme, offline=True)
+    def open_page(address='', width=1280, height=900, scheme='light', **how):
+        context = chromium.new_context(viewport={'width': width, 'height': height}, color_scheme=scheme, offline=True, **how)
         contexts.append(context)
         page = context.new_page()
         page.on('console', lambda message: complaints.append(message.text))
@@ -201,6 +202,91 @@ def test_turned_ribbons_flip_the_pronoun(visit):
     assert said(page) == 'Der Hund schläft im Haus, weil er müde ist.'
 
 
+def middle(page, selector):
+    "Where the middle of something is on the screen."
+    page.locator(selector).first.scroll_into_view_if_needed()
+    box = page.locator(selector).first.bounding_box()
+    return {'x': box['x'] + box['width'] / 2, 'y': box['y'] + box['height'] / 2}
+
+
+# Where the ribbon ends that follows the pointer.
+DRAGGED = '''() => {
+    const path = document.querySelector('#ribbons .dragged')
+    if (!path) return null
+    const point = path.getPointAtLength(path.getTotalLength()).matrixTransform(path.getScreenCTM())
+    return [point.x, point.y]
+}'''
+
+
+@interface
+def test_a_dragged_ribbon_follows_the_pointer(visit):
+    page = visit(address(text=DOG, box='encoder.1.self', heads='2,3', source='1'))
+    names = page.evaluate('explainer.state.source.ids.map(id => explainer.tokenizer.name(id))')
+    query, key = names.index('·it'), names.index('·house')
+    end = middle(page, f'#ribbons [data-key="{key}"] rect')
+    start = middle(page, f'#ribbons [data-query="{query}"] rect')
+    page.mouse.move(**start)
+    page.mouse.down()
+    page.mouse.move(start['x'] + 3, start['y'] - 3)
+    assert page.evaluate(DRAGGED) is None                       # not yet: this may become a click
+    for part in (0.3, 0.6):
+        at = [start[side] + part * (end[side] - start[side]) for side in 'xy']
+        page.mouse.move(*at)
+        assert page.evaluate(DRAGGED) == pytest.approx(at, abs=1)
+    assert page.locator(f'#ribbons [data-query="{query}"]').get_attribute('aria-pressed') == 'true'
+    page.mouse.move(5, 5)
+    page.mouse.up()                                             # dropped on nothing
+    assert page.evaluate(DRAGGED) is None
+    assert page.evaluate('explainer.model.changes.turned.size') == 0
+
+
+@interface
+@pytest.mark.parametrize('grip', ['query', 'ribbon'])
+def test_a_finger_drags_a_ribbon(visit, grip):
+    "On a phone, in any direction: the page does not scroll instead."
+    page = visit(address(text=DOG, box='encoder.1.self', heads='2,3', source='8'), width=390, has_touch=True, is_mobile=True)
+    names = page.evaluate('explainer.state.source.ids.map(id => explainer.tokenizer.name(id))')
+    query, key = names.index('·it'), names.index('·house')
+    assert page.evaluate('explainer.state.sourceRow') == query
+    end = middle(page, f'#ribbons [data-key="{key}"] rect')
+    start = middle(page, f'#ribbons [data-query="{query}"] rect')
+    if grip == 'ribbon':
+        start = page.evaluate('''() => {
+            const paths = [...document.querySelectorAll('#ribbons [data-ribbon]')]
+            const path = paths.reduce((a, b) => +a.getAttribute('stroke-width') > +b.getAttribute('stroke-width') ? a : b)
+            const point = path.getPointAtLength(path.getTotalLength() / 4).matrixTransform(path.getScreenCTM())
+            return {x: point.x, y: point.y}
+        }''')
+    end = middle(page, f'#ribbons [data-key="{key}"] rect')
+    fingers = page.context.new_cdp_session(page)
+
+    def touch(kind, *points):
+        fingers.send('Input.dispatchTouchEvent', {'type': kind, 'touchPoints': list(points)})
+    touch('touchStart', start)
+    n_drawn = 0
+    for i in range(1, 11):
+        touch('touchMove', {side: start[side] + i / 10 * (end[side] - start[side]) for side in 'xy'})
+        n_drawn += page.evaluate(DRAGGED) is not None
+    touch('touchEnd')
+    assert n_drawn >= 7
+    assert said(page) == 'Der Hund schläft im Haus, weil es müde ist.'
+    assert page.evaluate(DRAGGED) is None
+
+
+@interface
+def test_a_drag_that_the_browser_takes_over_ends(visit):
+    page = visit(address(text=DOG, box='encoder.1.self', heads='2,3', source='8'))
+    page.mouse.move(**middle(page, '#ribbons [data-query="8"] rect'))
+    page.mouse.down()
+    page.mouse.move(300, 300)
+    assert page.evaluate(DRAGGED) is not None
+    page.evaluate("dispatchEvent(new PointerEvent('pointercancel'))")
+    assert page.evaluate(DRAGGED) is None
+    page.mouse.move(**middle(page, '#ribbons [data-key="6"] rect'))
+    page.mouse.up()
+    assert page.evaluate('explainer.model.changes.turned.size') == 0
+
+
 @interface
 def test_other_heads_do_not_flip_the_pronoun(visit):
     page = visit(address(text=DOG))
@@ -311,6 +397,20 @@ def test_beam_settings_change_the_search(visit):
 
 
 @interface
+def test_the_tree_of_the_beam_shows_scores(visit):
+    page = visit(address(text=DOG, method='beam'))
+    shown = page.locator('#beam-tree .score').all_text_contents()
+    nodes = page.evaluate('explainer.state.rounds.flat().map(node => [node.finished ? node.score : null, node.logProb])')
+    expected = [f'{log_prob:.2f}' if score is None else f'score {score:.2f}' for score, log_prob in nodes]
+    assert len(shown) == len(nodes) > 30
+    for text, wanted in zip(shown, expected):
+        assert text.replace('−', '-').startswith(wanted[:-1])       # the last digit may be rounded differently
+        assert float(re.search(r'[\d.]+$', text)[0]) == pytest.approx(float(re.search(r'[\d.]+$', wanted)[0]), abs=0.011)
+    winner = page.locator('#beam-table td:nth-child(4)').first.inner_text()
+    assert any(text.startswith('score') and text[6:] == winner[:len(text) - 6] for text in shown)
+
+
+@interface
 def test_samples_depend_on_the_seed_alone(visit):
     options = dict(text=DOG, method='sampling', temperature=2)
     assert said(visit(address(**options, seed=3))) == said(visit(address(**options, seed=3)))
@@ -387,6 +487,7 @@ def test_tours_say_what_happens(visit):
             page.locator('#tour-next').click()
         assert page.locator('#tour').is_hidden()
     articles, order, pronoun, long = tours
+    assert 'remains open' in tours[long][1]['say']                       # page 40: no cause is proven
     assert shown[articles, 0] == 'Der alte Mann sieht den jungen Hund.'
     assert shown[articles, 1] == 'Der junge Hund sieht den alten Mann.'
     assert shown[articles, 3] == 'Die alte Frau gibt dem jungen Mann ein neues Buch.'
@@ -409,7 +510,7 @@ def test_the_file_is_small(page_file):
 @interface
 def test_it_is_quick(visit):
     page = visit(address(text=DOG))
-    ready = page.evaluate('performance.now()')
+    ready = min(visit(address(text=DOG)).evaluate('explainer.ready') for _ in range(3))  # other programs may disturb one
     steps = page.evaluate('''() => {
         const {model, tokenizer, generate, chooseBest, state} = explainer
         const times = []
@@ -420,8 +521,10 @@ def test_it_is_quick(visit):
         }
         return times
     }''')
-    assert ready < 6_000          # 2 seconds on a quiet machine
-    assert sorted(steps)[2] < 20  # milliseconds
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    (PICTURES / 'speed.json').write_text(json.dumps({'ready_ms': round(ready), 'step_ms': round(sorted(steps)[2], 2)}))
+    assert ready < 2_000          # milliseconds from the request
+    assert sorted(steps)[2] < 20
 
 
 @interface
@@ -435,6 +538,23 @@ def test_it_fits_a_phone_and_a_desk(visit, width, scheme):
     assert (sum(map(int, re.findall(r'\d+', ground))) < 384) == (scheme == 'dark')
     PICTURES.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=PICTURES / f'{width}-{scheme}.png', full_page=True)
+
+
+@interface
+@pytest.mark.parametrize('width, scheme, how', [
+    (1280, 'light', {'method': 'beam'}), (1280, 'dark', {'box': 'encoder.0.self', 'off': 'encoder 0 1'}),
+    (390, 'light', {'box': 'decoder.softmax', 'tour': 'Word order'}), (390, 'dark', {'method': 'sampling'})])
+def test_accessibility(visit, width, scheme, how):
+    if not AXE.exists():
+        pytest.fail('no axe-core: run `make site`')
+    page = visit(address(text=DOG, **how), width=width, scheme=scheme, reduced_motion='reduce')
+    page.locator('#toggle-words').click()
+    page.evaluate(AXE.read_text(encoding='utf-8'))
+    found = page.evaluate("axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa']})")
+    assert len(found['passes']) > 10
+    serious = {fault['id']: [node['target'] for node in fault['nodes']][:5]
+               for fault in found['violations'] if fault['impact'] in ('serious', 'critical')}
+    assert not serious, json.dumps(serious, indent=1)
 
 
 @interface

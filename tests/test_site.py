@@ -118,7 +118,8 @@ def test_reference_has_every_public_name_with_its_parameters(reference, tmp_path
 
 
 def test_results_are_those_of_the_records():
-    page = records.page('')
+    front = build.front_page()
+    page = records.page(front['results'], front['caption'])
     for name, record in records.load().items():
         assert f'>{name}</a>' in page
         for source in records.sources(name, record):
@@ -129,6 +130,18 @@ def test_results_are_those_of_the_records():
     tokens, rounds = speed['tokens_per_second']['annotated_transformer'], speed['rounds']['annotated_transformer']
     slowest, fastest = (tokens * sorted(rounds)[2] / seconds for seconds in (max(rounds), min(rounds)))
     assert f'{tokens:,} ({slowest:,.0f} to {fastest:,.0f})' in page
+
+
+def test_the_main_rows_say_what_plus_minus_means():
+    "On the results page and on the landing page: what README says. Two rows use R-Drop, and ± is no standard deviation."
+    front = build.front_page()
+    assert 'half of a 95% interval: over *seeds*, of the mean; over *sentences*, of one model' in front['caption'].replace('\n', ' ')
+    landing = (project.SITE / 'content/index.md').read_text(encoding='utf-8')
+    assert '{{results}}\n\n{{caption}}' in landing
+    results = records.page(front['results'], front['caption'])
+    assert f"{front['caption']}\n\n{front['results']}" in results
+    for text in (landing, results):
+        assert not re.search('standard deviation|plain model|95 %', text, re.I)
 
 
 def test_old_page_numbers_lead_to_pages():

@@ -4,8 +4,8 @@ import {beamSearch, chooseBest, chooseRandomly, generate} from './search.js';
 import {Tokenizer} from './tokenizer.js';
 import {TOURS} from './tours.js';
 import {
-  attentionView, boxParts, byId, drawBeam, drawCandidates, drawDiagram, drawHeads, drawInspector, drawMaps,
-  drawRibbons, element, isAttention, marked, rowOf, siteOf} from './views.js';
+  attentionView, boxParts, byId, draggedRibbon, drawBeam, drawCandidates, drawDiagram, drawHeads, drawInspector, drawMaps,
+  drawRibbons, element, isAttention, marked, rowOf, siteOf, svgElement} from './views.js';
 
 const data = JSON.parse(byId('data').textContent);
 const bytes = Uint8Array.from(atob(data.weights), character => character.charCodeAt(0));
@@ -426,6 +426,7 @@ function setTheme(theme) {
 
 // --- dragging a ribbon, or a query, to a key
 
+const DRAG_DISTANCE = 10; // pixels; a shorter way is a click
 let dragged = null;
 byId('ribbons').addEventListener('pointerdown', event => {
   const query = event.target.closest('[data-query]');
@@ -437,15 +438,30 @@ byId('ribbons').addEventListener('pointerdown', event => {
     if (view.queryStack === 'encoder') state.sourceRow = row;
     else state.targetRow = row;
   }
-  dragged = {x: event.clientX, y: event.clientY};
+  dragged = {x: event.clientX, y: event.clientY, line: null};
 });
+const dragDistance = event => Math.hypot(event.clientX - dragged.x, event.clientY - dragged.y);
+addEventListener('pointermove', event => {
+  if (!dragged || dragDistance(event) <= DRAG_DISTANCE) return;
+  if (!dragged.line) {
+    drawRibbons(state, actions); // the query may be a new one
+    dragged.line = svgElement('path', {class: 'dragged'});
+    byId('ribbons').append(dragged.line);
+  }
+  dragged.line.setAttribute('d', draggedRibbon(state, event));
+});
+function endDrag() {
+  dragged?.line?.remove();
+  dragged = null;
+}
 addEventListener('pointerup', event => {
   if (!dragged) return;
-  const distance = Math.hypot(event.clientX - dragged.x, event.clientY - dragged.y);
-  dragged = null;
+  const isDrag = dragDistance(event) > DRAG_DISTANCE;
+  endDrag();
   const key = document.elementFromPoint(event.clientX, event.clientY)?.closest('#ribbons [data-key]');
-  if (key && distance > 10) actions.chooseKey(Number(key.dataset.key));
+  if (key && isDrag) actions.chooseKey(Number(key.dataset.key));
 });
+addEventListener('pointercancel', endDrag);
 
 // --- the page
 
@@ -563,4 +579,5 @@ function listen() {
 fillChoices();
 listen();
 readAddress();
-window.explainer = {model, tokenizer, state, TOURS, generate, beamSearch, chooseBest, startTour, update, actions};
+window.explainer = {model, tokenizer, state, TOURS, generate, beamSearch, chooseBest, startTour, update, actions,
+  ready: performance.now()}; // milliseconds after the page was asked for

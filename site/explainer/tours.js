@@ -49,8 +49,9 @@ export const TOURS = {
      say: 'This sentence is longer than any that the model was trained on. Compare the translation with the '
        + 'sentence, clause by clause.'},
     {text: LONG, box: 'encoder.embedding', source: '·play',
-     say: 'One reason: the position vectors of the last words never occurred in training, so neither did their sums '
-       + 'with the embeddings.'},
+     say: 'One suspect: the position vectors of the last words never occurred in training, so neither did their sums '
+       + 'with the embeddings. But the cause remains open: on page 40 of the book, models with relative positions are '
+       + 'immune to late positions, yet they fail on long sentences as well.'},
     {text: LONG, box: 'decoder.softmax', method: 'beam',
      say: 'A larger search does not repair what the model has not learned. And look at the probabilities: the model '
        + 'can be certain and wrong.'},

@@ -233,8 +233,8 @@ export function drawRibbons(state, actions) {
   tokens(view.keys, keyY, view.keyStack, 'key', shown ? `${labels[view.keyStack]} (keys)` : labels.encoder);
   tokens(view.queries, queryY, view.queryStack, 'query',
     shown ? `${labels[view.queryStack]} (queries)` : labels.decoder);
-  const scroller = svg.parentElement;
-  scroller.scrollLeft = x(query, view.queries.length) - scroller.clientWidth / 2;
+  const box = svg.parentElement;
+  box.scrollLeft = x(query, view.queries.length) - box.clientWidth / 2;
   const note = byId('attention-note');
   note.textContent = shown
     ? 'Choose a query below. Drag a ribbon or the query to another key (or choose the key), and the selected heads '
@@ -244,6 +244,16 @@ export function drawRibbons(state, actions) {
     note.textContent += ' Dashed green: the words that truly belong together, by the grammar that made this sentence.';
   else if (shown && state.box.endsWith('cross'))
     note.textContent += ' The sentences under Examples also show the true alignment.';
+}
+
+// The path from the query to the pointer, for a ribbon that is dragged.
+export function draggedRibbon(state, {clientX, clientY}) {
+  const svg = byId('ribbons');
+  const to = new DOMPoint(clientX, clientY).matrixTransform(svg.getScreenCTM().inverse());
+  const query = svg.querySelector('[data-query][aria-pressed="true"] rect').getBBox();
+  const from = query.x + query.width / 2;
+  const middle = (query.y + to.y) / 2;
+  return `M${from} ${query.y}C${from} ${middle} ${to.x} ${middle} ${to.x} ${to.y}`;
 }
 
 export function drawHeads(state, actions) {
@@ -293,6 +303,10 @@ function strip(vector, largest = Math.max(...vector.map(Math.abs))) {
   context.putImageData(image, 0, 0);
   return canvas;
 }
+
+// A box in which something wide scrolls, also with the keyboard.
+const scroller = (label, content) => element('div', {
+  className: 'scroll', tabIndex: 0, attributes: {role: 'region', 'aria-label': label}}, content);
 
 const minus = text => text.replace('-', '−');
 const firstNumbers = vector =>
@@ -389,7 +403,7 @@ function inspectAttention(state, stack, row) {
     element('p', {textContent: `Head ${head + 1}, query “${state.tokenizer.name(view.queries[row])}”: `
       + `${attention.keys.length} keys${masked ? `, ${masked} more masked` : ''}.`}),
     flow([['input of the query', input], [`Q of head ${head + 1}`, ofHead(attention.query)]]),
-    element('div', {className: 'scroll'}, table),
+    scroller('Keys, weights and values', table),
     flow([[`weighted sum of V, head ${head + 1}`, ofHead(attention.heads)],
       ['all four heads side by side', attention.heads], ['after the output projection', attention.out]])];
   return body;
@@ -419,7 +433,7 @@ function inspectOutput(state, part) {
     element('td', {className: 'number', textContent: minus(node.logits[id].toFixed(2))}),
     element('td', {className: 'number', textContent: probs[id].toFixed(5)})));
   const entropy = -probs.reduce((sum, p) => p > 0 ? sum + p * Math.log(p) : sum, 0);
-  const body = [element('div', {className: 'scroll'}, element('table', {},
+  const body = [scroller('Most probable tokens', element('table', {},
     element('tr', {}, ...header.map(text => element('th', {textContent: text}))), ...rows))];
   if (part === 'logits') body.unshift(flow([['decoder output', node.out], ['logits of all tokens', node.logits]]));
   else body.push(element('p', {className: 'note', textContent: `Entropy: ${entropy.toFixed(2)} nats. PAD and BOS are never allowed.`}));
@@ -498,8 +512,8 @@ export function drawBeam(state) {
   const svg = byId('beam-tree');
   const {rounds, tokenizer, settings} = state;
   const nSteps = rounds.length;
-  const step = Math.max(84, (svg.parentElement.clientWidth - 20) / (nSteps + 1));
-  const rowHeight = 30;
+  const step = Math.max(92, (svg.parentElement.clientWidth - 20) / (nSteps + 1));
+  const rowHeight = 40;
   const height = rowHeight * Math.max(...rounds.map(round => round.length)) + 30;
   svg.replaceChildren();
   svg.setAttribute('viewBox', `0 0 ${step * (nSteps + 1)} ${height}`);
@@ -519,10 +533,13 @@ export function drawBeam(state) {
     svg.append(svgElement('text', {
       x: place[0], y: place[1] + 5, style: `fill:${hue};font-weight:${wins ? 700 : 400};font-size:13px`},
     tokenizer.name(hypothesis.id)));
+    const score = hypothesis.finished ? `score ${hypothesis.score.toFixed(2)}` : hypothesis.logProb.toFixed(2);
+    svg.append(svgElement('text', {class: 'score', x: place[0], y: place[1] + 18}, minus(score)));
     places.set(hypothesis, [place[0] + 32, place[1]]);
   }));
   byId('beam-note').textContent = `At each step, the ${settings.beamSize} most probable hypotheses survive. `
-    + 'The thick path is the winner. A finished hypothesis ends in <eos>; the length penalty decides between lengths.';
+    + 'The thick path is the winner. Below each token is the log-probability of its hypothesis; below <eos>, the score '
+    + 'of the finished hypothesis: its log-probability, divided by the length penalty.';
   const header = ['translation', 'tokens', 'log-probability', 'score'];
   byId('beam-table').replaceChildren(
     element('tr', {}, ...header.map(text => element('th', {textContent: text}))),
