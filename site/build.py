@@ -22,7 +22,7 @@ VENDOR = BUILD / 'vendor'
 HTML = BUILD / 'html'
 MODULES = BUILD / 'node_modules'
 EXPLAINER = SITE / 'explainer' / 'build.py'
-# What the live explainer shows on each page of Part I: the view, its state (main.js), and the words of the link.
+# What the live explainer shows on each page of Part I, and on the explorer's: the view, its state (main.js), and the words of the link.
 VIEWS = {
     0: ({'view': 'tour'}, 'watch a sentence become German'),
     1: ({'view': 'attention'}, 'queries, keys, values and weights of every head'),
@@ -40,6 +40,8 @@ VIEWS = {
     9: ({'view': 'comparison', 'positions': 0}, 'damage the model, and compare its translation with the original'),
     10: ({'view': 'translator'}, 'translate your own sentences'),
     11: ({'view': 'attention', 'box': 'decoder.1.cross'}, 'every map, head by head'),
+    39: ({'view': 'attention', 'box': 'decoder.1.cross', 'text': 'The dog sees the cat because it is tired.'},
+         'the attention of the included model, to choose heads and tokens in'),
 }
 
 
@@ -112,7 +114,7 @@ def moved():
 
 
 def front_page():
-    "What the landing page takes from nbs/index.ipynb: the example with its output, the table of results and its caption."
+    "What the landing page takes from nbs/index.ipynb: the example with its output, the results and their caption."
     cells = read_page(NBS / 'index.ipynb')['cells']
     example = next(cell for cell in cells if 'Translator.load()' in cell['source'])
     output = ''.join(example['outputs'][0]['data']['text/plain'])

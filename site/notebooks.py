@@ -75,6 +75,62 @@ def code_names(cells, module, reference):
     return {name: full for name, full in found.items() if name not in local}
 
 
+# Words that stand for a command as well as for a function, or for a part of a corpus.
+COMMANDS = {'train', 'serve', 'prepare', 'evaluate'}
+NAME = r'[A-Za-z_]\w*'
+
+
+class Names:
+    "What a name in the prose of a page means: its own and imported names, and other names of the library."
+    def __init__(self, on_page, reference, module=''):
+        self.on_page = on_page
+        self.reference = reference
+        self.known = reference.unique | on_page
+        self.own_classes = [f'{CFG["lib_name"]}.{module}.{name}' for name in reference.names(module)]
+        self.owns_commands = 'command' not in module
+        self.module = module
+
+    def is_own(self, name):
+        return self.on_page.get(name) == f'{CFG["lib_name"]}.{self.module}.{name}'
+
+    def plain(self, name):
+        "`name`: in lower case, only if the page's code knows it; else it may be an ordinary word."
+        if re.search('[_A-Z]', name):
+            return self.known.get(name)
+        if name in COMMANDS and not (self.is_own(name) and self.owns_commands):
+            return None
+        return self.on_page.get(name)
+
+    def called(self, name):
+        "`name(...)`: a function, or a method of a class that the page exports."
+        owners = [full for full in self.own_classes if name in self.reference.methods.get(full, {})]
+        if len(owners) == 1 and not self.is_own(name):
+            return f'{owners[0]}.{name}'
+        return self.known.get(name) if re.search('[_A-Z]', name) else self.on_page.get(name)
+
+    def dotted(self, first, last):
+        "`Class.method`, `module.name`, or a method of an object that is named like its class (translator.translate)."
+        if last in self.reference.modules.get(first, {}):
+            return f'{CFG["lib_name"]}.{first}.{last}'
+        owner = self.known.get(first)
+        if owner in self.reference.methods:
+            return f'{owner}.{last}' if last in self.reference.methods[owner] else owner
+        owner = self.known.get(first.capitalize())
+        if first.islower() and last in self.reference.methods.get(owner, {}):
+            return f'{owner}.{last}'
+        return None
+
+    def target(self, code):
+        "The full name of what a piece of code names; None if that is not clear."
+        if re.fullmatch(NAME, code):
+            return self.plain(code)
+        call = re.fullmatch(rf'({NAME})\(.*\)', code)
+        if call:
+            return self.called(call[1])
+        dots = re.fullmatch(rf'(?:{CFG["lib_name"]}\.)?({NAME})\.({NAME})(?:\(.*\))?', code)
+        return self.dotted(dots[1], dots[2]) if dots else None
+
+
 class Prose:
     "Links from the prose of one page: names of the library to the reference, terms to the glossary."
     def __init__(self, text, names, terms):
@@ -88,12 +144,12 @@ class Prose:
         self.term_of = {form: term for term, entry in self.terms.items() for form in entry['forms']}
 
     def name_link(self, match):
-        name = match[2]
-        target = self.names.get(name)
-        if not target or target in self.seen or not re.search('[_A-Z]', name):
+        code = match[2]
+        target = self.names.target(code)
+        if not target or target in self.seen:
             return match[0]
         self.seen.add(target)
-        return f'{match[1]}{{py:obj}}`{name} <{target}>`'
+        return f'{match[1]}{{py:obj}}`{code} <{target}>`'
 
     def term_link(self, match):
         if match[1]:
@@ -108,7 +164,7 @@ class Prose:
         parts = PLAIN.split(text)
         for i in range(0, len(parts), 2):
             parts[i] = self.pattern.sub(self.term_link, parts[i]) if self.terms else parts[i]
-            parts[i] = re.sub(r'(^|[\s(,;])`([A-Za-z_]\w*)`', self.name_link, parts[i])
+            parts[i] = re.sub(r'(^|[\s(,;])`([^`\n<>|]+)`', self.name_link, parts[i])
         return ''.join(parts)
 
 
@@ -214,7 +270,7 @@ def convert(stem, target, reference, terms, view=None):
     notebook = nbformat.read(NBS / f'{stem}.ipynb', 4)
     names = code_names(notebook.cells, page['module'], reference)
     text = '\n'.join(cell.source for cell in notebook.cells if cell.cell_type == 'markdown')
-    prose = Prose(text, reference.unique | names, terms)
+    prose = Prose(text, Names(names, reference, page['module']), terms)
     cells = []
     title = None
     heading = page['title']

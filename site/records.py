@@ -3,8 +3,9 @@ import hashlib
 import html
 import json
 import re
-from statistics import median
+from statistics import mean, median
 
+from figures import long_bleu, main_figures
 from project import CFG, NBS, PAGES, RESULTS, read_page
 
 TEST_SETS = {'test_2016_flickr': 'Multi30k 2016', 'test_2017_mscoco': 'Multi30k 2017', 'test': 'test',
@@ -21,36 +22,59 @@ def load():
     return found
 
 
+def seeds_within(value):
+    "The seeds that the runs of a record name, wherever they stand."
+    if isinstance(value, list):
+        return set().union(*map(seeds_within, value))
+    if not isinstance(value, dict):
+        return set()
+    found = {value['seed']} if isinstance(value.get('seed'), int) else set()
+    if isinstance(value.get('seeds'), list):
+        found |= {seed for seed in value['seeds'] if isinstance(seed, int)}
+    if isinstance(value.get('seeds'), dict):
+        found |= {int(seed) for seed in value['seeds'] if seed.isdigit()}
+    return found.union(*map(seeds_within, value.values()))
+
+
+def seeds_of(part):
+    "The seeds of a record: those that it states, or those of its runs."
+    stated = part.get('seed', part.get('seeds'))
+    if isinstance(stated, int):
+        seeds = {stated}
+    else:
+        seeds = seeds_within(part)
+    return ', '.join(map(str, sorted(seeds)))
+
+
 def sources(name, record):
     "Command, seeds, machine, date and hash of a record; of each of its parts if they were measured apart."
-    parts = [record] if 'command' in record else [p for p in record.values() if isinstance(p, dict) and 'command' in p]
-    for part in parts:
-        seeds = part.get('seed', part.get('seeds', part.get('settings')))
-        if isinstance(seeds, dict):
-            seeds = seeds.get('seeds', '') if 'seeds' in seeds else ''
-        seeds = ', '.join(map(str, seeds)) if isinstance(seeds, (list, tuple)) else str(seeds or '')
-        if not re.fullmatch(r'[\d, ]*', seeds):
-            seeds = ''
-        found = re.search(r'--seeds? ([\d ]+)', part['command'])
-        seeds = seeds or (', '.join(found[1].split()) if found else '')
+    parts = {'': record}
+    if 'command' not in record:
+        parts = {key: part for key, part in record.items() if isinstance(part, dict) and 'command' in part}
+    for key, part in parts.items():
         device = part.get('versions', {}).get('device', '')
         machine = f"{device}, {part['machine']}" if device.startswith('NVIDIA') else part['machine']
-        yield {'command': part['command'], 'seeds': seeds, 'machine': machine, 'date': part['date'],
-               'weights': part.get('weights_sha256', ''), 'file': record['file_sha256']}
+        yield {'part': key, 'command': part['command'], 'seeds': seeds_of(part), 'machine': machine,
+               'date': part['date'], 'weights': part.get('weights_sha256', ''), 'file': record['file_sha256']}
+
+
+# Records whose pages name them in another way: complexity by its program, the two on GPUs by a name put together.
+DISCUSSED = {'complexity': ['05_why_self_attention'], 'train-speed-gpu-base': ['24_kernels'],
+             'train-speed-gpu-big': ['24_kernels']}
 
 
 def pages_of(names):
-    "The pages whose code reads a record, by the record's name."
-    found = {name: [] for name in names}
+    "The pages that read a record in their code, or link to it, by the record's name."
+    found = {name: [page for page in DISCUSSED.get(name, []) if page in PAGES] for name in names}
     for stem in PAGES:
-        code = '\n'.join(c['source'] for c in read_page(NBS / f'{stem}.ipynb')['cells'] if c['cell_type'] == 'code')
+        text = '\n'.join(cell['source'] for cell in read_page(NBS / f'{stem}.ipynb')['cells'])
         for name in names:
-            if re.search(rf"results/{re.escape(name)}\.json|(?:record|load_record|result)\w*\(\s*'{re.escape(name)}'"
-                         rf"|'{re.escape(name)}\.json'", code):
-                found[name].append(stem)
+            called = rf"(?:record|load_record|result|quality)\w*\(\s*'{re.escape(name)}'"
+            if re.search(rf"results/{re.escape(name)}\.json|{called}|'{re.escape(name)}\.json'", text):
+                found[name] = list(dict.fromkeys([*found[name], stem]))
     for name in names:
-        if 'scores' in names[name] and '46_the_record' in PAGES and not found[name]:
-            found[name] = ['46_the_record']
+        if 'scores' in names[name] and '46_the_record' in PAGES and (not found[name] or name.startswith('gpu-')):
+            found[name].append('46_the_record')
     return found
 
 
@@ -74,7 +98,7 @@ def table(header, rows, label):
 def how(source):
     "The cells that say how a figure was made."
     command = f'<code class="command">{html.escape(source["command"])}</code>'
-    return [cell(source['seeds']), cell(html.escape(source['machine'])), cell(source['date']),
+    return [cell(source['seeds'] or '–'), cell(html.escape(source['machine'])), cell(source['date']),
             cell(short_hash(source['weights'] or source['file'])), cell(command)]
 
 
@@ -93,7 +117,7 @@ def task(name, record):
 def quality(records):
     "One row for each translation record and test set, best first within a task; points for the plot."
     rows = []
-    points = []
+    points = {'bleu': [], 'lowercased_tokenized_bleu': []}
     for name, record in records.items():
         for split, scores in record.get('scores', {}).items():
             if split == 'val':
@@ -115,52 +139,105 @@ def quality(records):
                    cell(f'{minutes:.0f}' if minutes else '', minutes or 0),
                    cell(beam), cell(record_link(name)), *how(source)]
             rows.append((task(name, record), label, -bleu, row))
-            points.append((f'{name}, {label}', bleu, half or 0, kind))
+            points[kind].append((f'{name}, {label}', bleu, bleu - (half or 0), bleu + (half or 0)))
     rows.sort(key=lambda row: row[:3])
     return [row[3] for row in rows], points
 
 
-def plot(points):
-    "Scores with their intervals, as a drawing in the page's own colours."
-    points = sorted((p for p in points if p[3] == 'bleu' and not p[0].startswith('toy')), key=lambda p: -p[1])
-    left, width, height = 330, 420, 22
-    low, high = 15, 65
+def ticks_of(highest):
+    "About five round numbers from 0 to the largest value."
+    step = next(step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+                if highest / step <= 6)
+    n_steps = int(highest / step) + 1
+    return [step * i for i in range(n_steps + 1)]
 
-    def x(bleu):
-        return left + width * (bleu - low) / (high - low)
+
+def plot(points, title, in_order=False):
+    "Values with their intervals (name, value, low, high), as a drawing in the page's own colours. The best is on top."
+    if not in_order:
+        points = sorted(points, key=lambda point: -point[1])
+    left, width, height = 370, 420, 22
+    ticks = ticks_of(max(high for *_, high in points))
+
+    def x(value):
+        return left + width * value / ticks[-1]
     lines = []
-    for tick in range(20, 70, 10):
+    for tick in ticks:
         at = f'{x(tick):.1f}'
         lines.append(f'<line class="grid" x1="{at}" x2="{at}" y1="24" y2="{30 + height * len(points)}"/>'
-                     f'<text class="tick" x="{at}" y="16" text-anchor="middle">{tick}</text>')
-    for i, (name, bleu, half, _) in enumerate(points):
+                     f'<text class="tick" x="{at}" y="16" text-anchor="middle">{tick:,}</text>')
+    for i, (name, value, low, high) in enumerate(points):
         y = 40 + height * i
         lines.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end">{html.escape(name)}</text>'
-                     f'<line class="interval" x1="{x(bleu - half):.1f}" x2="{x(bleu + half):.1f}" y1="{y}" y2="{y}"/>'
-                     f'<circle cx="{x(bleu):.1f}" cy="{y}" r="4"/>')
-    size = f'0 0 {left + width + 20} {44 + height * len(points)}'
-    title = 'sacreBLEU of every Multi30k record, with 95% bootstrap intervals'
-    return (f'\n```{{raw}} html\n<div class="wide-table" tabindex="0" role="region" aria-label="{title}">'
-            f'<svg class="plot" viewBox="{size}" width="{left + width + 20}" role="img" aria-label="{title}">'
-            + ''.join(lines) + '</svg></div>\n```\n')
+                     f'<line class="interval" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y}" y2="{y}"/>'
+                     f'<circle cx="{x(value):.1f}" cy="{y}" r="4"><title>{value:,.4g}</title></circle>')
+    title = html.escape(title)
+    size = f'0 0 {left + width + 30} {44 + height * len(points)}'
+    return (f'\n```{{raw}} html\n<figure class="plot"><figcaption>{title}</figcaption>'
+            f'<div class="wide-table" tabindex="0" role="region" aria-label="{title}">'
+            f'<svg class="plot" viewBox="{size}" width="{left + width + 30}" role="img" aria-label="{title}">'
+            + ''.join(lines) + '</svg></div></figure>\n```\n')
 
 
 def speed(records):
     "Training speed beside other implementations."
     rows = []
+    points = []
     for record_name, record in records.items():
         if not record_name.startswith('train-speed'):
             continue
         source = next(sources(record_name, record))
+        device = 'GPU' if source['machine'].startswith('NVIDIA') else 'CPU'
         for size, metrics in record['metrics'].items():
+            best = max(metrics['tokens_per_second'].values())
             for name, tokens in metrics['tokens_per_second'].items():
                 rounds = metrics['rounds'][name]
                 slowest, fastest = (tokens * median(rounds) / seconds for seconds in (max(rounds), min(rounds)))
                 shown = f'{tokens:,} ({slowest:,.0f} to {fastest:,.0f})'
                 memory = metrics['peak_mib'].get(name, '')
                 rows.append([cell(size), cell(name), cell(shown, tokens), cell(memory, memory), *how(source)])
+                shares = [100 * value / best for value in (tokens, slowest, fastest)]
+                points.append((f'{size}, {device}: {name}', *shares))
     header = ['size', 'implementation', 'tokens per second (slowest to fastest round)', 'peak MiB', *HOW]
-    return '\n## Speed of training\n' + table(header, rows, 'Speed of training')
+    title = ('Training: tokens per second, in % of the fastest implementation of the same size; '
+             'lines: slowest and fastest round')
+    return ('\n## Speed of training\n' + table(header, rows, 'Speed of training')
+            + plot(points, title, in_order=True))
+
+
+def decoding_speed(records):
+    "Sentences per second of engines, by beam and batch."
+    record = records['decode-speed']
+    source = next(sources('decode-speed', record))
+    rows = []
+    points = []
+    units = {'ids': 'ids', 'text': 'text, with tokenization'}
+    for row in record['metrics']:
+        value = row['sentences_per_second']
+        latency = row.get('latency_ms', {}).get('median')                # of single sentences
+        shown = f"{value:,.1f} ({row['slowest']:,.1f} to {row['fastest']:,.1f})"
+        rows.append([cell(row['engine']), cell(row['beam']), cell(row['batch']), cell(units[row['unit']]),
+                     cell(row['threads']), cell(shown, value), cell(latency or '', latency or 0), *how(source)])
+        if (row['beam'], row['batch'], row['unit']) == (4, 64, 'ids'):
+            points.append((row['engine'], value, row['slowest'], row['fastest']))
+    header = ['engine', 'beam', 'batch', 'from and to', 'threads', 'sentences per second (slowest to fastest round)',
+              'median latency, ms', *HOW]
+    title = ('Decoding the toy model, from ids to ids, beam 4, batches of 64: sentences per second; '
+             'lines: slowest and fastest round')
+    return ('\n## Speed of decoding\n' + table(header, rows, 'Speed of decoding') + plot(points, title))
+
+
+def experiments(records):
+    "Plots of two records whose figures form a curve."
+    sizes = [(f"{run['pairs']:,} pairs", run['bleu'], run['bleu'] - run['bleu_half_width'],
+              run['bleu'] + run['bleu_half_width']) for run in records['data-sizes']['runs']]
+    long = [(name.replace(', ', ', trained on '), mean(values), min(values), max(values))
+            for name, values in long_bleu(records['positions']).items()]
+    return ('\n## Two experiments\n\n[Page 34](34_your_own_data.ipynb) and [page 40](40_relative_positions.ipynb) '
+            'discuss them.\n'
+            + plot(sizes, 'Multi30k EN-FR, test 2016: sacreBLEU after training on part of the text, with 95% bootstrap '
+                   'intervals', in_order=True)
+            + plot(long, 'Toy EN-DE, long sentences: BLEU by positions and training set; lines: range over seeds'))
 
 
 HOW = ['seed', 'machine', 'date', 'hash', 'command']
@@ -172,14 +249,18 @@ def all_records(records):
     for name, record in records.items():
         pages = ', '.join(f'<a href="{stem}.html">{stem[:2]} {PAGES[stem]["title"]}</a>' for stem in used[name])
         for source in sources(name, record):
-            rows.append([cell(record_link(name)), cell(pages), *how(source)])
-    return table(['record', 'discussed on', *HOW], rows, 'All records')
+            figures = html.escape('; '.join(main_figures(name, record, source['part'])))
+            link = record_link(name) + (f" <small>{source['part']}</small>" if source['part'] else '')
+            figures = f'<span class="figures">{figures}</span>'
+            rows.append([cell(link), cell(figures), cell(pages or '–'), *how(source)])
+    return table(['record', 'main figures', 'discussed on', *HOW], rows, 'All records')
 
 
 def page(summary, caption):
     "The page of results, in MyST Markdown."
     records = load()
     rows, points = quality(records)
+    cased = [point for point in points['bleu'] if not point[0].startswith('toy')]
     header = ['task', 'test set', 'BLEU', 'chrF', 'parameters', 'minutes', 'beam', 'record', *HOW]
     signature = records['multi30k-en-de']['scores']['test_2016_flickr']['signature']
     return f"""# Results
@@ -200,8 +281,13 @@ sacreBLEU on cased, detokenized text (`{signature}`), ± half of the 95% bootstr
 tokenized* follow the convention of older papers and cannot be compared with the others. Click on a column to
 sort by it.
 {table(header, rows, 'Translation quality')}
-{plot(points)}
+{plot(cased, 'sacreBLEU of the Multi30k records on cased, detokenized text, with 95% bootstrap intervals')}
+{plot(points['lowercased_tokenized_bleu'], 'BLEU on lower-case, tokenized text, with 95% bootstrap intervals')}
 {speed(records)}
+{decoding_speed(records)}
+{experiments(records)}
 ## All records
+
+Every record with its main figures. A range in parentheses is over seeds, or an interval where the record states one.
 {all_records(records)}
 """

@@ -22,6 +22,9 @@ class Reference:
         for module, nodes in self.modules.items():
             for name in nodes:
                 owners.setdefault(name, []).append(f'{PACKAGE_NAME}.{module}.{name}')
+        self.methods = {f'{PACKAGE_NAME}.{module}.{name}': public_methods(node)
+                        for module, nodes in self.modules.items() for name, node in nodes.items()
+                        if isinstance(node, ast.ClassDef)}
         self.unique = {name: full[0] for name, full in owners.items() if len(full) == 1}
 
     def names(self, module):
@@ -150,12 +153,13 @@ def short(value, limit=60):
 
 
 def sources(node, module, page):
-    "Where a name is explained, and where its code stands."
+    "Where a name is explained (a function or class: its cell), and where its code stands."
     address = f'{CFG["blob"]}/{PACKAGE_NAME}/{module}.py#L{node.lineno}-L{node.end_lineno}'
     links = [f'`Source <{address}>`__']
     if page:
         title = page['title'].replace('`', '')
-        links.insert(0, f':doc:`Page {page["number"]:02}, {title} </{page["stem"]}>`')
+        place = f'#def-{node.name}' if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else ''
+        links.insert(0, f'`Page {page["number"]:02}, {title} <../{page["stem"]}.html{place}>`__')
     return '.. container:: sources\n\n   ' + ' · '.join(links) + '\n'
 
 
@@ -170,13 +174,16 @@ def entry(name, node, module, page):
         if bases:
             text += '   .. container:: sources\n\n      Extends ' + ', '.join(f'``{base}``' for base in bases) + '\n\n'
         text += indented(body(docstring(node)), 3) + '\n\n' + indented(sources(node, module, page), 3) + '\n\n'
-        for child in node.body:
-            if isinstance(child, ast.FunctionDef) and not child.name.startswith('_') and not is_overload(child):
-                text += method(child)
-        return text
+        return text + ''.join(map(method, public_methods(node).values()))
     value = short(ast.unparse(node.value)) if node.value is not None else '...'
     text = f'.. py:data:: {name}\n   :value: {value}\n\n'
     return text + indented(sources(node, module, page), 3) + '\n\n'
+
+
+def public_methods(node):
+    "The methods and properties of a class that the reference describes, by name."
+    return {child.name: child for child in node.body
+            if isinstance(child, ast.FunctionDef) and not child.name.startswith('_') and not is_overload(child)}
 
 
 def is_overload(node):

@@ -77,7 +77,10 @@ def test_stored_outputs_are_kept(tmp_path, reference):
 
 
 def test_prose_is_linked_once_and_not_in_code():
-    names = {'beam_search': 'annotated_transformer.decoding.beam_search'}
+    class Names:
+        def target(self, code):
+            return {'beam_search': 'annotated_transformer.decoding.beam_search'}.get(code)
+    names = Names()
     terms = {'beam search': {'forms': ['beam search'], 'definition': 'x'}, 'mask': {'forms': ['mask'], 'definition': 'x'}}
     text = '# Beam search\n\nA **mask** hides. Beam search is beam search, see `beam_search` and `beam_search`.'
     linked = notebooks.Prose(text, names, terms).linked(text)
@@ -85,6 +88,34 @@ def test_prose_is_linked_once_and_not_in_code():
                       '{py:obj}`beam_search <annotated_transformer.decoding.beam_search>` and `beam_search`.')
     plain = '`beam search` $beam search$ [beam search](x.md) ```\nbeam search\n```'
     assert notebooks.Prose(plain, names, terms).linked(plain) == plain
+
+
+@pytest.mark.parametrize('stem, code, target', [
+    ('29_translator', 'Translator.load(folder)', 'translator.Translator.load'),
+    ('29_translator', 'translate(text)', 'translator.Translator.translate'),        # a method of the page's class
+    ('29_translator', 'score(text, translation)', 'translator.ScoringModel.score'),   # not scoring.score
+    ('00_tour', 'translator.attention', 'translator.Translator.attention'),
+    ('24_kernels', 'accelerate(model)', 'kernels.accelerate'),
+    ('29_translator', 'explore(text)', 'translator.Translator.explore'),
+    ('28_inference', 'decoding.beam_search', 'decoding.beam_search'),
+    ('01_attention', 'attention', 'attention.attention'),
+    ('23_large_corpora', 'prepare', 'large_corpora.prepare'),
+    ('91_files', 'recover', 'files.recover'),
+    ('10_english_to_german', 'train', None),                                        # the command
+    ('62_model_commands', 'serve', None),
+    ('03_layers', 'norm(x)', None), ('21_vocabulary', 'chr(byte)', None), ('26_checkpoints', 'config.json', None),
+    ('24_kernels', 'nn.Dropout', None), ('27_many_machines', 'len(loader)', None)])
+def test_calls_and_dotted_names_are_linked(reference, stem, code, target):
+    page = project.PAGES[stem]
+    cells = nbformat.read(project.NBS / f'{stem}.ipynb', 4).cells
+    names = notebooks.Names(notebooks.code_names(cells, page['module'], reference), reference, page['module'])
+    assert names.target(code) == (target and f'annotated_transformer.{target}')
+    linked = notebooks.Prose('', names, {}).linked(f'See `{code}` here.')
+    assert ('{py:obj}' in linked) == bool(target) and f'`{code}' in linked
+
+
+def test_the_reference_leads_to_the_cell_that_defines_a_name(reference):
+    assert '<../08_decoding.html#def-beam_search>' in reference.module_page('decoding')
 
 
 def test_links_out_of_the_pages_lead_to_the_repository():
@@ -120,8 +151,29 @@ def test_reference_has_every_public_name_with_its_parameters(reference, tmp_path
 def test_results_are_those_of_the_records():
     front = build.front_page()
     page = records.page(front['results'], front['caption'])
-    for name, record in records.load().items():
+    found = records.load()
+    discussed = records.pages_of(found)
+    for name, record in found.items():
         assert f'>{name}</a>' in page
+        parts = list(records.sources(name, record))
+        assert all(records.main_figures(name, record, source['part']) for source in parts), f'no figure of {name}'
+        if '"seed' in json.dumps(record):
+            assert all(source['seeds'] for source in parts), f'no seed of {name}'
+        assert discussed[name] or name == 'site', f'no page of {name}'
+    table = page.split('## All records')[1]
+    mbr = found['mbr']['test']['BLEU']['bleu']
+    assert f'minimum Bayes risk with BLEU: BLEU {mbr:.2f}' in table and '20 kills' in table
+    assert table.count('class="figures"') >= len(found)
+    # Each plot shows what its title says: all scores on cased text but the toy language's, all on tokenized text.
+    plots = re.findall(r'<figcaption>(.*?)</figcaption>.*?</figure>', page)
+    circles = [part.count('<circle') for part in page.split('<figcaption>')[1:]]
+    n_cased = sum(split != 'val' and 'bleu' in scores for name, record in found.items() if not name.startswith('toy')
+                  for split, scores in record.get('scores', {}).items())
+    n_tokenized = sum(split != 'val' and 'bleu' not in scores for record in found.values()
+                      for split, scores in record.get('scores', {}).items())
+    assert len(plots) == 6 and circles[:2] == [n_cased, n_tokenized]
+    assert 'cased' in plots[0] and 'tokenized' in plots[1]
+    for name, record in found.items():
         for source in records.sources(name, record):
             assert source['machine'] and source['date'] and len(source['weights'] or source['file']) == 64
     scores = records.load()['multi30k-en-fr']['scores']['test_2016_flickr']
@@ -140,7 +192,7 @@ def test_the_main_rows_say_what_plus_minus_means():
     assert '{{results}}\n\n{{caption}}' in landing
     results = records.page(front['results'], front['caption'])
     assert f"{front['caption']}\n\n{front['results']}" in results
-    for text in (landing, results):
+    for text in (landing, results.split('## Translation quality')[0]):
         assert not re.search('standard deviation|plain model|95 %', text, re.I)
 
 
@@ -438,17 +490,50 @@ def test_accessibility(visit, name, scheme):
     assert not serious, json.dumps(serious, indent=1)
 
 
+def packed(path):
+    "Size of a file as a server that compresses would send it."
+    data = path.read_bytes()
+    return len(data) if path.suffix in ('.png', '.webp', '.woff2') else len(gzip.compress(data, 6))
+
+
 @built
-@pytest.mark.parametrize('name', [*SHOWN, '92_diagrams', 'api/index'])
+def test_every_page_is_light(site):
+    "With everything that it loads, pictures below the first screen too, every formula font, and every typeface."
+    sizes = {}
+
+    def size(path):
+        if path not in sizes:
+            sizes[path] = packed(path)
+        return sizes[path]
+    fonts = sum(packed(path) for path in (SITE / '_static').rglob('*.woff2'))
+    weights = {}
+    n_pictures = 0
+    for name, page in site.items():
+        loads = {unquote(urlparse(urljoin(f'/{name}', link)).path).lstrip('/') for link in page.loads
+                 if not link.startswith('data:')}
+        n_pictures += sum(link.endswith('.png') for link in loads)
+        weights[name] = size(SITE / name) + sum(size(SITE / link) for link in loads) + fonts
+    assert n_pictures > 300 and len(weights) > 120
+    heavy = {name: weight for name, weight in weights.items() if weight >= MAX_PAGE_BYTES}
+    assert not heavy, heavy
+
+
+@built
+@pytest.mark.parametrize('name', ['index', '01_attention', '92_diagrams'])
 def test_pages_are_light(chromium, address, name):
-    "From an empty cache, as a server that compresses would send them."
+    "In a browser that scrolls to the end, from an empty cache: nothing more is loaded than the test above counts."
     page = chromium.new_context(**DESK).new_page()
     bodies = []
     page.on('requestfinished', lambda request: bodies.append((request.url, request.response().body())))
     page.goto(f'{address}{name}.html')
     page.wait_for_load_state('networkidle')
-    packed = ('png', 'webp', 'woff2')
-    sizes = {url: len(body) if url.endswith(packed) else len(gzip.compress(body, 6)) for url, body in bodies}
+    n_at_first = len(bodies)
+    while not page.evaluate('scrollBy(0, 800), innerHeight + scrollY > document.documentElement.scrollHeight - 2'):
+        page.wait_for_timeout(20)
+    page.wait_for_load_state('networkidle')
+    assert len(bodies) > n_at_first or name == 'index'      # pictures were loaded late
+    sizes = {url: len(body) if url.endswith(('png', 'webp', 'woff2')) else len(gzip.compress(body, 6))
+             for url, body in bodies}
     page.context.close()
     assert sum(sizes.values()) < MAX_PAGE_BYTES, sorted(sizes.items(), key=lambda item: -item[1])[:8]
 
