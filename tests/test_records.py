@@ -8,6 +8,8 @@ from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ import recipe
 import record
 import recurrent
 import serving
+import site_speed
 
 from annotated_transformer.batches import collate, encode_pairs
 from annotated_transformer.corpora import Corpus, CorpusConfig, load_corpus
@@ -417,3 +420,29 @@ def test_the_recurrent_record_keeps_its_other_parts(tmp_path):
         'name': 'recurrent', 'sweep': {'steps': 200},
         'multi30k': {'runs': [{'curve': curve, 'weights': [[0.5, 0.5]], 'text': '{"a": [1]}'}]}}
     assert '{ "step": 1, "val_loss": 2.5 }' in path.read_text('utf-8')
+
+
+def test_site_figures_are_medians():
+    def report(score, paint):
+        return {'categories': {name: {'score': score} for name in site_speed.CATEGORIES},
+                'audits': {audit: {'numericValue': paint} for audit, _ in site_speed.AUDITS.values()}}
+    runs = [site_speed.figures(report(score, paint)) for score, paint in [(0.82, 1500), (0.98, 900), (0.955, 1200)]]
+    assert runs[0]['performance'] == 82 and runs[0]['first_paint_s'] == 1.5 and runs[0]['blocking_ms'] == 1500
+    row = site_speed.medians(runs)
+    assert row['performance'] == 96 and row['largest_paint_s'] == 1.2 and row['best_practices'] == 96
+    assert row['performance_of_runs'] == [82, 98, 96]
+
+
+def test_site_is_served_compressed(tmp_path, monkeypatch):
+    (tmp_path / 'index.html').write_text('<p>' + 'word ' * 500)
+    (tmp_path / 'picture.png').write_bytes(b'x' * 500)
+    monkeypatch.setattr(site_speed, 'SITE', tmp_path)
+    address = site_speed.serve()
+    with urlopen(f'{address}/index.html') as answer:
+        assert answer.headers['Content-Encoding'] == 'gzip'
+        data = answer.read()
+    assert len(data) < 100 and gzip.decompress(data) == (tmp_path / 'index.html').read_bytes()
+    with urlopen(f'{address}/picture.png') as answer:
+        assert 'Content-Encoding' not in answer.headers and answer.read() == b'x' * 500
+    with pytest.raises(HTTPError):
+        urlopen(f'{address}/none.html')

@@ -397,6 +397,20 @@ def test_solutions_are_folded_and_open(visit):
 
 
 @built
+def test_the_keyboard_reaches_what_scrolls(visit):
+    "Boxes are measured when Tab is pressed, not when the page is loaded: that took a phone a second."
+    page = visit('01_attention', **PHONE)
+    page.wait_for_load_state('networkidle')
+    page.wait_for_timeout(500)
+    reachable = '.bd-article :is(pre, .cell_output, .cell_output .output, .pst-scrollable-table-container, div.math)[tabindex="0"]'
+    assert page.locator(reachable).count() == 0
+    page.keyboard.press('Tab')
+    wide = page.evaluate("""() => [...document.querySelectorAll('.bd-article pre, .bd-article .cell_output, .bd-article div.math')]
+        .filter(box => box.scrollWidth > box.clientWidth + 1).map(box => box.tabIndex)""")
+    assert len(wide) > 10 and set(wide) == {0}
+
+
+@built
 def test_copy_buttons_copy(visit):
     page = visit('01_attention', permissions=['clipboard-read', 'clipboard-write'])
     box = page.locator('div.cell_input:visible').first
@@ -483,6 +497,7 @@ def test_tables_of_results_sort(visit):
 def test_accessibility(visit, name, scheme):
     page = visit(name, color_scheme=scheme, reduced_motion='reduce')   # else colors may be measured during a transition
     page.wait_for_load_state('networkidle')
+    page.keyboard.press('Tab')                  # from now on, what scrolls can be reached
     page.evaluate(AXE.read_text(encoding='utf-8'))
     found = page.evaluate("axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa']})")['violations']
     serious = {fault['id']: [node['target'] for node in fault['nodes']][:5]

@@ -13,13 +13,15 @@ addEventListener('DOMContentLoaded', () => {
     }))
   }
 
-  // Wide pictures and outputs scroll inside their box; the keyboard must reach them.
-  const reachable = () => {
-    for (const box of document.querySelectorAll('.cell_output .output, .cell_output, .pst-scrollable-table-container, div.math'))
-      if (box.scrollWidth > box.clientWidth + 1 || box.scrollHeight > box.clientHeight + 1) box.tabIndex = 0
-  }
-  reachable()
-  addEventListener('load', reachable)
+  // Wide code, pictures and outputs scroll inside their box; the keyboard must reach them. To measure the boxes, the
+  // whole page must be laid out, which takes a phone a second: not before somebody uses the keyboard.
+  const boxes = 'pre, .cell_output .output, .cell_output, .pst-scrollable-table-container, div.math'
+  addEventListener('keydown', ({key}) => {
+    if (key !== 'Tab') return
+    const scrolls = box => box.scrollWidth > box.clientWidth + 1 || box.scrollHeight > box.clientHeight + 1
+    const found = [...document.querySelectorAll(boxes)].filter(scrolls)       // measure all, then change all
+    for (const box of found) box.tabIndex = 0
+  }, {capture: true})
 
   // The live views of the pages, and the live explainer on the front page, load when they are asked for.
   // They are light or dark as this page is.
