@@ -22,7 +22,7 @@ VENDOR = BUILD / 'vendor'
 HTML = BUILD / 'html'
 MODULES = BUILD / 'node_modules'
 EXPLAINER = SITE / 'explainer' / 'build.py'
-# What the live explainer shows on each page of Part I and on page 39: the view, its state (main.js), the words of the link.
+# What the live explainer shows on the pages of Part I and on page 39: the view, its state (main.js), the link's words.
 VIEWS = {
     0: ({'view': 'tour'}, 'watch a sentence become German'),
     1: ({'view': 'attention'}, 'queries, keys, values and weights of every head'),
@@ -213,7 +213,7 @@ def finish():
         if path.name != 'search.html':
             text = re.sub(index, '', text)
         path.write_text(text, encoding='utf-8')
-    # The theme measures every box of a page when the page is loaded, and lays it out anew for each: see site.js instead.
+    # The theme measures all boxes of a page when it is loaded, with a new layout for each. site.js does it instead.
     script = HTML / '_static/scripts/pydata-sphinx-theme.js'
     text = script.read_text(encoding='utf-8')
     start = re.compile(r',"complete"===document\.readyState\?(\w+)\(\):window\.addEventListener\("load",\1\)')
