@@ -528,7 +528,7 @@ def test_every_page_is_light(site):
                  if not link.startswith('data:')}
         n_pictures += sum(link.endswith('.png') for link in loads)
         weights[name] = size(SITE / name) + sum(size(SITE / link) for link in loads) + fonts
-    assert n_pictures > 300 and len(weights) > 120
+    assert n_pictures > 150 and len(weights) > 120
     heavy = {name: weight for name, weight in weights.items() if weight >= MAX_PAGE_BYTES}
     assert not heavy, heavy
 
