@@ -122,8 +122,8 @@ def front_page():
               if 'text/markdown' in output.get('data', {})]
     results = next(text for text in tables if '| BLEU |' in text)
     rows = '\n'.join(line for line in results.splitlines() if line.startswith('|'))
-    prose = '\n'.join(cell['source'] for cell in cells if cell['cell_type'] == 'markdown')
-    caption = re.search(r'^## Results\n\n(.+?)(?:\n\n|\Z)', prose, re.M | re.S)[1]
+    rows = re.sub(r'(±|\(\d) ', '\\1\u00a0', rows)                 # a number stays beside its sign and its unit
+    caption = next(cell['source'].split('## Results\n\n')[1] for cell in cells if '## Results\n\n' in cell['source'])
     return {'example': example['source'], 'output': output, 'results': repository_links(rows),
             'caption': repository_links(caption)}
 
@@ -200,14 +200,15 @@ def finish():
 
     Correct what a screen reader would read: folds and the search button are named by their text.
     """
-    icons = r'<script[^>]*/fontawesome\.js[^>]*></script>|<link rel="preload"[^>]*/fontawesome\.js[^>]*>'
+    icons = r'<script[^>]*/fontawesome\.js[^>]*></script>'
+    hurried = r'<link rel="preload" as="script"[^>]*>\s*'     # the scripts can wait; the style sheet cannot
     index = r'<script src="[^"]*(?:searchindex|language_data|searchtools)\.js[^>]*></script>\s*'
     for path in HTML.rglob('*.html'):
         if '_static' in path.parts:
             path.unlink()
             continue
         text = path.read_text(encoding='utf-8')
-        text = re.sub(icons, '', text).replace('<summary aria-label="Toggle hidden content">', '<summary>')
+        text = re.sub(f'{icons}|{hurried}', '', text).replace('<summary aria-label="Toggle hidden content">', '<summary>')
         text = re.sub(r'(<details[^>]*><summary)(><span)', r'\1 aria-label="Modules"\2', text)
         text = re.sub(r'(search-button-field[^>]*?) aria-label="Search"', r'\1', text)
         if path.name != 'search.html':

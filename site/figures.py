@@ -83,15 +83,15 @@ def errors(record):
 
 
 def gender_path(record):
-    return [f"{name}: heads {' and '.join(model['two_strongest']['heads'])} flip "
-            f"{100 * model['two_strongest']['patching']:.0f}%" for name, model in record['models'].items()]
+    return [f"{name}: patching effect of heads {' and '.join(model['two_strongest']['heads'])} "
+            f"{model['two_strongest']['patching']:.2f}" for name, model in record['models'].items()]
 
 
 def head_orders(record):
     names = {'learned': 'learned gates', 'by_gradient_trained': 'heads chosen by gradient, then trained',
              'random_trained': 'random heads, then trained'}
     gates = record['gates']
-    return [f'{len(gates)} gated models', *(f'{words}: {100 * mean(gate[name] for gate in gates):.1f}% exact'
+    return [f'{len(gates)} pruned models, exact translations', *(f'{words}: {100 * mean(gate[name] for gate in gates):.1f}%'
                                             for name, words in names.items() if all(name in gate for gate in gates))]
 
 

@@ -188,6 +188,7 @@ def test_the_main_rows_say_what_plus_minus_means():
     "On the results page and on the landing page: what README says. Two rows use R-Drop, and ± is no standard deviation."
     front = build.front_page()
     assert 'half of a 95% interval: over *seeds*, of the mean; over *sentences*, of one model' in front['caption'].replace('\n', ' ')
+    assert '##' not in front['caption'] and len(re.findall(r'^\|', front['results'], re.M)) == 2 + 5
     landing = (project.SITE / 'content/index.md').read_text(encoding='utf-8')
     assert '{{results}}\n\n{{caption}}' in landing
     results = records.page(front['results'], front['caption'])
