@@ -123,7 +123,8 @@ def front_page():
     results = next(text for text in tables if '| BLEU |' in text)
     rows = '\n'.join(line for line in results.splitlines() if line.startswith('|'))
     rows = re.sub(r'(±|\(\d) ', '\\1\u00a0', rows)                 # a number stays beside its sign and its unit
-    caption = next(cell['source'].split('## Results\n\n')[1] for cell in cells if '## Results\n\n' in cell['source'])
+    heading = '## Results\n\n'
+    caption = next(cell['source'].split(heading)[1] for cell in cells if heading in cell['source'])
     return {'example': example['source'], 'output': output, 'results': repository_links(rows),
             'caption': repository_links(caption)}
 

@@ -91,8 +91,9 @@ def head_orders(record):
     names = {'learned': 'learned gates', 'by_gradient_trained': 'heads chosen by gradient, then trained',
              'random_trained': 'random heads, then trained'}
     gates = record['gates']
-    return [f'{len(gates)} pruned models, exact translations', *(f'{words}: {100 * mean(gate[name] for gate in gates):.1f}%'
-                                            for name, words in names.items() if all(name in gate for gate in gates))]
+    shares = [f'{words}: {100 * mean(gate[name] for gate in gates):.1f}%'
+              for name, words in names.items() if all(name in gate for gate in gates)]
+    return [f'{len(gates)} pruned models, exact translations', *shares]
 
 
 def heads(record):

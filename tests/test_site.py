@@ -197,6 +197,21 @@ def test_the_main_rows_say_what_plus_minus_means():
         assert not re.search('standard deviation|plain model|95 %', text, re.I)
 
 
+def test_pages_wait_for_no_script(tmp_path, monkeypatch):
+    "The theme's scripts are not fetched before the style sheet, and do not lay the page out box by box."
+    monkeypatch.setattr(build, 'HTML', tmp_path)
+    script = tmp_path / '_static/scripts/pydata-sphinx-theme.js'
+    script.parent.mkdir(parents=True)
+    script.write_text('e(()=>{f()}),"complete"===document.readyState?I():window.addEventListener("load",I)})();')
+    page = tmp_path / '01_attention.html'
+    page.write_text('<link rel="stylesheet" href="a.css">\n<link rel="preload" as="script" href="b.js" />\n<script defer src="b.js">')
+    build.finish()
+    assert script.read_text() == 'e(()=>{f()})})();'
+    assert page.read_text() == '<link rel="stylesheet" href="a.css">\n<script defer src="b.js">'
+    with pytest.raises(SystemExit, match='in another way'):     # a theme that has changed
+        build.finish()
+
+
 def test_old_page_numbers_lead_to_pages():
     page = build.moved()
     assert page.count('.ipynb)') > 30 and '| `memory` | `encoder_output` |' in page
