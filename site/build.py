@@ -209,7 +209,8 @@ def finish():
             path.unlink()
             continue
         text = path.read_text(encoding='utf-8')
-        text = re.sub(f'{icons}|{hurried}', '', text).replace('<summary aria-label="Toggle hidden content">', '<summary>')
+        text = re.sub(f'{icons}|{hurried}', '', text)
+        text = text.replace('<summary aria-label="Toggle hidden content">', '<summary>')
         text = re.sub(r'(<details[^>]*><summary)(><span)', r'\1 aria-label="Modules"\2', text)
         text = re.sub(r'(search-button-field[^>]*?) aria-label="Search"', r'\1', text)
         if path.name != 'search.html':
