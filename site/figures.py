@@ -179,7 +179,9 @@ def serving(record):
 def site(record):
     phone = [page['phone']['performance'] for page in record['pages'].values()]
     desk = [page['desk']['performance'] for page in record['pages'].values()]
-    return [f'Lighthouse, phone: {min(phone)} to {max(phone)}', f'desk: {min(desk)} to {max(desk)}']
+    return [f'Lighthouse, phone: {min(phone)} to {max(phone)}', f'desk: {min(desk)} to {max(desk)}',
+            f"live explainer ready after {record['explainer']['ready_ms'] / 1000:.1f} s",
+            f"load average of the machine {min(record['load'])} to {max(record['load'])}"]
 
 
 def toy_errors(record):
