@@ -2,8 +2,10 @@
 """Compare Transformers with LSTMs with attention that have as many parameters, on the same batches. Page 44 reads the
 record.
 
+    python benchmarks/recurrent.py --all          # all of toy EN-DE: the three commands below, 40 minutes of one core
     python benchmarks/recurrent.py --sweep                               # learning rates: 6 minutes of one core
     python benchmarks/recurrent.py --seeds 12 13 14 15 16 --minutes 1.2  # toy EN-DE: 20 minutes of one core
+    python benchmarks/recurrent.py --gradients                           # paths of the gradient: 12 minutes
     python benchmarks/recurrent.py --corpus multi30k --data-dir ../shared/data/multi30k --minutes 8 --slice 30
     python benchmarks/recurrent.py --minutes 0.1 --slice 3 --sentences 20 --out /tmp/recurrent.json # a copy: to try it
 
@@ -13,6 +15,10 @@ is trained with every seed. The models of a seed train in turns, `--slice` secon
 machine affects all of them. Time is the processor time of optimizer steps, with one thread, without validation and
 translation. Every finished seed is added to the record at once, and replaces runs of the same models and seed. Ctrl-C
 ends the training after the current turn, and the models are scored.
+
+`--gradients` trains two models of toy EN-DE again, with the seeds and the numbers of steps of the record. Before and
+after, it measures in the encoder how the norm of the gradient of an output with respect to an input depends on the
+distance between the two positions, on long sentences of `test_long`. Seeds that are in the record are left out.
 """
 import argparse
 import json
@@ -31,7 +37,7 @@ from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.files import atomic_write
 from annotated_transformer.kernels import LossModule, accelerate, validate
 from annotated_transformer.recipe import default_run
-from annotated_transformer.recurrent import RecurrentConfig
+from annotated_transformer.recurrent import Recurrent, RecurrentConfig
 from annotated_transformer.relative_positions import RelativeConfig
 from annotated_transformer.run_log import catch_signals
 from annotated_transformer.score_report import score_groups
@@ -40,7 +46,7 @@ from annotated_transformer.trainer import seed_step, train_step
 from annotated_transformer.training import learning_rate, make_optimizer
 from annotated_transformer.transformer import TransformerConfig, count_parameters
 from annotated_transformer.translator import Translator
-from annotated_transformer.vocabulary import train_tokenizer
+from annotated_transformer.vocabulary import EOS, train_tokenizer
 from record import RESULTS, about
 
 ORIGINAL = 'Transformer, post-norm, sinusoidal'
@@ -56,6 +62,12 @@ WARMUP = 100
 SWEEP_SEED = 1
 OWN = {'toy-ende': {}, 'multi30k': {'vocab_size': 4000, 'dropout': 0.2}} # Multi30k's recipe trains for far longer
 TESTS = {'toy-ende': ('test', 'test_long'), 'multi30k': ('test_2016_flickr',)}
+PATH_MODELS = (MODERN, ADDITIVE)
+N_DISTANCES = 25        # distances between an output and an input: from 0 to 24
+N_PATH_SENTENCES = 20   # of test_long
+GATE_QUANTILES = (0.1, 0.5, 0.9)
+SEEDS = (12, 13, 14, 15, 16) # of --all
+MINUTES = 1.2
 EDGES = (7, 11, 15, 19, 23) # words of the longest source sentence in each group but the last
 
 
@@ -84,6 +96,87 @@ def equal_size(transformer, attention):
     configs = [RecurrentConfig(c.vocab_size, 2, d_model, attention, c.dropout, c.max_len)
                for d_model in range(c.d_model, 2 * c.d_model, 2)]
     return min(configs, key=lambda config: abs(count_parameters(build_model(config)) - wanted))
+
+
+def encoder_output(model, src):
+    "Return the encoder's output (sentences, positions, features)."
+    encoded = model.encode(src)
+    return encoded[0] if isinstance(model, Recurrent) else encoded
+
+def gradients_by_distance(model, sources, n_distances=N_DISTANCES):
+    """Return the root mean square, over pairs of positions, of the norm of the gradient of an output with respect to an
+    embedded input, for distances from 0 on. Each output is weighted by a random vector."""
+    embedded = []
+
+    def keep(module, args, output):
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    noise = torch.Generator().manual_seed(0)
+    squares = torch.zeros(n_distances)
+    counts = torch.zeros(n_distances)
+    handle = model.src_embed.register_forward_hook(keep)
+    for ids in sources:
+        n = len(ids)
+        output = encoder_output(model, torch.tensor([ids] * n)) # row i of the batch is for output i
+        chosen = output[torch.arange(n), torch.arange(n)]
+        gradient, = torch.autograd.grad((chosen * torch.randn(chosen.shape, generator=noise)).sum(), embedded.pop())
+        square = gradient.square().sum(-1)
+        distance = (torch.arange(n)[:, None] - torch.arange(n)).abs()
+        near = distance < n_distances
+        squares.index_add_(0, distance[near], square[near])
+        counts.index_add_(0, distance[near], torch.ones(int(near.sum())))
+    handle.remove()
+    return (squares / counts).sqrt().tolist()
+
+def forget_gates(model, sources):
+    "Return the forget gates of the encoder's first layer, left to right, at all tokens (tokens, features)."
+    lstm = model.encoder.lstm
+    alone = torch.nn.LSTM(lstm.input_size, lstm.hidden_size, batch_first=True)
+    alone.load_state_dict({name: getattr(lstm, name) for name in alone.state_dict()})
+    gates = []
+    for ids in sources:
+        x = model.embed(torch.tensor([ids]), model.src_embed)
+        hidden = alone(x)[0]
+        before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
+        logits = x @ alone.weight_ih_l0.T + alone.bias_ih_l0 + before @ alone.weight_hh_l0.T + alone.bias_hh_l0
+        gates.append(logits.chunk(4, -1)[1].sigmoid()[0]) # input, forget, candidate, output
+    return torch.cat(gates)
+
+def measure_paths(model, sources):
+    "Return the gradients by distance, and for an LSTM three quantiles of its forget gates."
+    was_training = model.training
+    model.eval()
+    found = {'norms': [float(f'{norm:.3g}') for norm in gradients_by_distance(model, sources)]}
+    if isinstance(model, Recurrent):
+        with torch.no_grad():
+            gates = forget_gates(model, sources).flatten()
+        found['forget_gates'] = {str(q): round(gates.quantile(q).item(), 3) for q in GATE_QUANTILES}
+    model.train(was_training)
+    return found
+
+def trained_paths(task, out, names=PATH_MODELS):
+    "Add the gradients by distance, before and after training, to the record."
+    part = join(out)[task.corpus.name]
+    encoded = encode_pairs(task.corpus['test_long'], task.tokenizer, task.corpus.langs)
+    sources = [[*src, EOS] for src, _ in encoded if len(src) >= N_DISTANCES][:N_PATH_SENTENCES]
+    for seed in part['seeds']:
+        for name in names:
+            found = join(out).get('gradients', {'sentences': len(sources), 'runs': []})
+            if any(run['model'] == name and run['seed'] == seed for run in found['runs']):
+                continue
+            recorded, = (run for run in part['runs'] if run['model'] == name and run['seed'] == seed)
+            learner = Learner(task, task.models[name], part['models'][name]['peak_lr'], seed)
+            before = measure_paths(learner.model, sources)
+            steps = recorded['curve'][-1]['step']
+            for _ in trange(steps, desc=f'{name}, seed {seed}'):
+                learner.update()
+            run = {'model': name, 'seed': seed, 'steps': steps,
+                   'val_loss': round(validate(learner.model, task.val), 4),
+                   'before': before, 'after': measure_paths(learner.model, sources)}
+            join(out, gradients=found | {'runs': [*found['runs'], run]} | about())
+            print(f'{name}, seed {seed}: validation loss {run["val_loss"]}, recorded {recorded["curve"][-1]["val_loss"]}; '
+                  f'norms {run["after"]["norms"][::5]}', flush=True)
 
 
 class Learner:
@@ -224,19 +317,36 @@ def main():
     parser.add_argument('--corpus', choices=list(TESTS), default='toy-ende')
     parser.add_argument('--data-dir', type=Path, help='where Multi30k lies')
     parser.add_argument('--sweep', action='store_true', help='try the learning rates of toy EN-DE that are missing')
+    parser.add_argument('--gradients', action='store_true',
+                        help='measure the gradients of toy EN-DE before and after training')
+    parser.add_argument('--all', action='store_true', help='all of toy EN-DE: learning rates, seeds and gradients')
     parser.add_argument('--sweep-steps', type=int, default=200, help='updates for each learning rate (200)')
     parser.add_argument('--models', nargs='+', help='names of models; all unless given')
     parser.add_argument('--seeds', type=int, nargs='+', default=[1], help='train all models with each of them (1)')
-    parser.add_argument('--minutes', type=float, default=1.2, help='of training for each model (1.2)')
+    parser.add_argument('--minutes', type=float, default=MINUTES, help='of training for each model (1.2)')
     parser.add_argument('--slice', type=float, default=9.0, help='seconds of a turn (9)')
     parser.add_argument('--sentences', type=int, help='of each test split to translate; all unless given')
     parser.add_argument('--out', type=Path, default=RESULTS / 'recurrent.json',
                         help='the record (results/recurrent.json)')
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.all:
+        args.seeds = SEEDS
+        args.minutes = MINUTES
+    if args.gradients and 'toy-ende' not in join(args.out):
+        parser.error('the record has no seeds of toy EN-DE: train them first')
+    if args.corpus != 'toy-ende' and (args.all or args.sweep or args.gradients):
+        parser.error(f'--all, --sweep and --gradients are for toy-ende: drop --corpus {args.corpus}')
     task = Task(args.corpus, args.data_dir)
-    if args.sweep:
-        return sweep(task, args.sweep_steps, args.out, RATES)
+    if args.sweep or args.all:
+        sweep(task, args.sweep_steps, args.out, RATES)
+    if not args.sweep and not args.gradients:
+        train_seeds(task, args, parser)
+    if args.gradients or args.all:
+        trained_paths(task, args.out)
+
+def train_seeds(task, args, parser):
+    "Train the models at their best learning rates."
     args.models = args.models or list(task.models)
     losses = join(args.out).get('sweep', {}).get('val_loss', {})
     rates = {name: float(min(found, key=found.get)) for name, found in losses.items()} | {GENERAL: GENERAL_RATE}
