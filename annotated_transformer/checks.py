@@ -290,7 +290,8 @@ def vocabulary_modules(p: Probe) -> list[nn.Module]:
     sizes = {p.vocab_size, p.src_vocab_size}
     found = [module for module in p.eval_model.modules()
              if any(sizes & set(q.shape) for q in module.parameters(recurse=False) if q.dim() == 2)]
-    matrices = {id(q) for module in found for q in module.parameters(recurse=False) if sizes & set(q.shape)}
+    matrices = {id(q) for module in found for q in module.parameters(recurse=False)
+                if q.dim() == 2 and sizes & set(q.shape)} # no bias
     if len(matrices) > 3: # source, target, output
         raise NotApplicable(f'{len(matrices)} matrices are as long as the vocabulary: change vocab_size')
     return found

@@ -21,6 +21,7 @@ from annotated_transformer.transformer import Transformer, TransformerConfig
 BENCHMARKS = Path(__file__).resolve().parents[1] / 'benchmarks'
 sys.path.insert(0, str(BENCHMARKS))
 import bugs
+import more_bugs
 
 CONFIG = TransformerConfig(vocab_size=19, n_layers=1, d_model=32, d_ff=48, n_heads=4, max_len=16)
 OURS = {
@@ -61,6 +62,30 @@ def test_relative_positions(positions, failed):
 @pytest.mark.parametrize('model_class', bugs.HELD_OUT, ids=lambda model_class: model_class.__name__)
 def test_models_of_other_design_pass(model_class):
     assert not bugs.check_held_out(model_class).failed
+
+
+def test_model_in_the_style_of_d2l_passes():
+    report = more_bugs.check_d2l()
+    assert not report.failed and report.not_applicable == ['encoder'], report
+
+
+def test_a_bias_as_long_as_the_vocabulary_is_no_matrix():
+    "An untied output layer with a bias made two checks not applicable."
+    found = more_bugs.check_d2l('one AddNorm for the whole block', only=['separate weights', 'tied'])
+    assert found.failed == ['separate weights'] and not found.not_applicable
+
+
+def test_record_of_the_third_set_of_bugs():
+    "Each row but the one of the test above is that of the present checks: a few are tried."
+    record = json.loads((BENCHMARKS / 'results' / 'more-bugs.json').read_text('utf-8'))['bugs']
+    names = [f'{model}: {bug}' for model, (_, planted) in more_bugs.MODELS.items() for bug in ('correct', *planted)]
+    assert list(record) == names
+    assert not any(record[f'{model}: correct']['failed'] for model in more_bugs.MODELS)
+    for bug in 'lengths repeated in the wrong order', 'causal lengths from 0', 'table of positions not a buffer':
+        assert more_bugs.check_d2l(bug, only=CHEAP).failed == record[f'd2l style: {bug}']['failed']
+    pytest.importorskip('transformers', reason='an extra')
+    for bug in 'positions of the decoder shifted', 'bias of the logits not saved':
+        assert more_bugs.check_marian(bug, only=CHEAP).failed == record[f'Marian: {bug}']['failed']
 
 
 def test_recurrent_model_passes():
