@@ -29,9 +29,12 @@ import serving
 import site_speed
 
 from annotated_transformer.batches import collate, encode_pairs
+from annotated_transformer.checkpoints import build_model
 from annotated_transformer.corpora import Corpus, CorpusConfig, load_corpus
 from annotated_transformer.files import checksum
 from annotated_transformer.recipe import RECIPES, RunConfig, evaluate
+from annotated_transformer.recurrent import RecurrentConfig
+from annotated_transformer.relative_positions import RelativeConfig
 from annotated_transformer.scoring import score
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.trainer import TrainConfig
@@ -446,3 +449,72 @@ def test_site_is_served_compressed(tmp_path, monkeypatch):
         assert 'Content-Encoding' not in answer.headers and answer.read() == b'x' * 500
     with pytest.raises(HTTPError):
         urlopen(f'{address}/none.html')
+
+
+def small_models():
+    "An LSTM and a Transformer in eval mode."
+    torch.manual_seed(0)
+    lstm = build_model(RecurrentConfig(12, n_layers=2, d_model=8))
+    transformer = build_model(RelativeConfig(12, n_layers=1, d_model=8, d_ff=8, n_heads=2, max_len=16))
+    return {'LSTM': lstm.eval(), 'Transformer': transformer.eval()}
+
+
+@pytest.mark.parametrize('kind', ['LSTM', 'Transformer'])
+def test_gradients_by_distance_are_those_of_single_outputs(kind):
+    model = small_models()[kind]
+    ids = [4, 5, 6, 7, 8]
+    vectors = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    embedded = []
+
+    def keep(module, args, output):
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    handle = model.src_embed.register_forward_hook(keep)
+    squares = {0: [], 1: [], 2: []}
+    for i in range(5):
+        output = recurrent.encoder_output(model, torch.tensor([ids]))
+        gradient, = torch.autograd.grad((output[0, i] * vectors[i]).sum(), embedded[-1])
+        for j in range(5):
+            squares.get(abs(i - j), []).append(gradient[0, j].square().sum().item())
+    handle.remove()
+    expected = [(sum(found) / len(found)) ** 0.5 for found in squares.values()]
+    assert recurrent.gradients_by_distance(model, [ids], 3) == pytest.approx(expected, rel=1e-4)
+
+
+def test_forget_gates_are_those_of_a_cell():
+    model = small_models()['LSTM']
+    lstm = model.encoder.lstm
+    x = model.embed(torch.tensor([[4, 5, 6]]), model.src_embed)[0]
+    hidden, gates = torch.zeros(4), []
+    cell = torch.zeros(4)
+    for token in x:
+        parts = lstm.weight_ih_l0 @ token + lstm.bias_ih_l0 + lstm.weight_hh_l0 @ hidden + lstm.bias_hh_l0
+        write, forget, candidate, read = parts.chunk(4)
+        gates.append(forget.sigmoid())
+        cell = gates[-1] * cell + write.sigmoid() * candidate.tanh()
+        hidden = read.sigmoid() * cell.tanh()
+    torch.testing.assert_close(recurrent.forget_gates(model, [[4, 5, 6]]), torch.stack(gates))
+
+
+def test_gradients_of_the_recurrent_record():
+    "Each model is measured before and after training with the same seeds."
+    found = json.loads((record.RESULTS / 'recurrent.json').read_text('utf-8'))['gradients']
+    seeds = {name: [run['seed'] for run in found['runs'] if run['model'] == name] for name in recurrent.PATH_MODELS}
+    assert len({tuple(found) for found in seeds.values()}) == 1 and set(seeds[recurrent.ADDITIVE]) <= {*recurrent.SEEDS}
+    assert found['steps'] == recurrent.PATH_STEPS and found['sentences'] == recurrent.N_PATH_SENTENCES
+    for run in found['runs']:
+        assert len(run['before']['norms']) == len(run['after']['norms']) == recurrent.N_DISTANCES
+
+
+def test_all_of_the_recurrent_comparison_is_one_command(tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(sys, 'argv', ['recurrent.py', '--all', '--out', str(tmp_path / 'recurrent.json')])
+    monkeypatch.setattr(recurrent, 'Task', lambda *args: SimpleNamespace(models={'LSTM, additive': None}))
+    monkeypatch.setattr(recurrent, 'sweep', lambda task, steps, out, models: recurrent.join(
+        out, sweep={'val_loss': {'LSTM, additive': {'0.01': 2.0, '0.02': 1.0}}}))
+    monkeypatch.setattr(recurrent, 'compare', lambda task, rates, args: done.append((rates, args.seeds, args.minutes)))
+    monkeypatch.setattr(recurrent, 'trained_paths', lambda task, out: done.append('gradients'))
+    recurrent.main()
+    assert done == [({'LSTM, additive': 0.02, recurrent.GENERAL: recurrent.GENERAL_RATE}, recurrent.SEEDS, 1.2),
+                    'gradients']
