@@ -64,7 +64,7 @@ def chrf_parts(counts: np.ndarray) -> tuple[float, float, float]:
     "Return chrF, and the mean precision and recall of the character n-grams, all in percent."
     matches, ours, theirs = counts.sum(axis=0).reshape(3, MAX_CHARACTERS)
     precision, recall = 100 * (matches / ours).mean(), 100 * (matches / theirs).mean()
-    return 5 * precision * recall / (4 * precision + recall), precision, recall # recall counts twice: F with beta = 2
+    return 5 * precision * recall / (4 * precision + recall), precision, recall # F with beta = 2: recall weighs 4 times as much
 
 def mean_chrf(counts: np.ndarray) -> float:
     "Return the mean chrF of some systems."
