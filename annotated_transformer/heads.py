@@ -253,7 +253,7 @@ def gate_gradients(model: nn.Module, batch: Batch) -> dict[str, Float[Tensor, "s
     if not gates:
         return {}
     with torch.enable_grad(), gated_heads(model, gates):
-        loss = batch_loss(model, batch) * batch.n_tokens # mean to sum: each sentence has its own gates
+        loss = batch_loss(model, batch) * batch.n_tokens # from the mean over tokens to the sum
     gradients = torch.autograd.grad(loss, list(gates.values()), materialize_grads=True)
     return {name: gradient[:, 0] for name, gradient in zip(gates, gradients)}
 
@@ -347,7 +347,7 @@ class HardConcrete(nn.Module):
 def gates_by_attention(
     model: nn.Module, heads: Sequence[Head], values: Float[Tensor, "*batch gates"],
 ) -> dict[str, Tensor]:
-    """Sort gates by attention.
+    """Group gates by attention.
 
     :param heads: that have a gate; all others stay open
     :param values: one for each of `heads`
