@@ -4,12 +4,11 @@
 comparison can say about them."""
 
 __all__ = ['LENGTH_MULTIPLE', 'N_SAMPLES', 'N_TIMED', 'CAPTIONS', 'RECIPES', 'RunConfig', 'check_settings', 'recipe_for',
-           'model_config', 'default_run', 'run_tokenizer', 'evaluate', 'versions', 'training_pairs', 'make_loaders',
+           'model_config', 'default_run', 'run_tokenizer', 'evaluate', 'training_pairs', 'make_loaders',
            'scale_residual_branches', 'copy_trained_weights', 'new_model', 'overwrites_its_start', 'rehearse',
            'open_run', 'Evaluation', 'train_translator', 'locked_run', 'search_settings', 'save_scored']
 
 import math
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -21,12 +20,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-import annotated_transformer
 from .attention import MultiHeadAttention
 from .batches import Batch, encode_pairs
 from .bpe_dropout import dropout_pairs
 from .checkpoints import build_model, copy_weights, load_model, save_model
-from .corpora import Corpus, CorpusConfig, load_corpus
+from .corpora import TEXT_OPTIONS, Corpus, CorpusConfig, load_corpus
 from .distributed import Processes, usable_device
 from .files import read_json
 from .kernels import accelerate
@@ -36,7 +34,7 @@ from .prepared import check_prepared, open_prepared, read_manifest
 from .recurrent import RecurrentConfig
 from .relative_positions import RELATIVE_POSITIONS, RelativeConfig
 from .run_folder import claim_folder, differences, is_finished, lock_folder, settings_dict
-from .run_log import tensorboard_writer
+from .run_log import tensorboard_writer, versions
 from .scoring import Scores, score
 from .trainer import TrainConfig, Trainer
 from .transformer import PRESETS, TransformerConfig
@@ -119,6 +117,7 @@ RECIPES = {
     'multi30k-en-de': {'corpus': {'corpus': 'multi30k', 'pair': 'en-de'}, **CAPTIONS},
     'multi30k-de-en': {'corpus': {'corpus': 'multi30k', 'pair': 'de-en'}, **CAPTIONS},
     'multi30k-en-fr': {'corpus': {'corpus': 'multi30k', 'pair': 'en-fr'}, **CAPTIONS},
+    'medium': {'corpus': {'corpus': 'multi30k', 'pair': 'en-de'}, **CAPTIONS}, # another name, for your own files
     'small': {'corpus': {'corpus': 'toy-ende'}, 'preset': 'toy', # for your own files, minutes on a CPU
               'model': CAPTIONS['model'] | {'vocab_size': 4000, 'dropout': 0.1},
               'training': CAPTIONS['training'] | {'max_tokens': 1024, 'warmup_steps': 200, 'save_every': 200,
@@ -129,15 +128,18 @@ RECIPES = {
 }
 
 def recipe_for(corpus: CorpusConfig | str) -> str:
-    """Return the name of the recipe for a corpus; for a corpus without one, that of Multi30k.
+    """Return the name of the recipe for a corpus: for your own files the smallest, for others without one Multi30k's.
 
     :param corpus: a corpus, or its name
     """
-    if isinstance(corpus, CorpusConfig):
-        corpus = read_manifest(corpus.prepared)['corpus'] if corpus.prepared else corpus.corpus
-    for name, recipe in RECIPES.items():
-        if recipe['corpus']['corpus'] == corpus:
-            return name
+    name = corpus if isinstance(corpus, str) else corpus.corpus
+    if name in TEXT_OPTIONS:
+        return 'small'
+    if name == 'prepared': # a large corpus
+        name = read_manifest(corpus.prepared)['corpus']
+    for recipe, settings in RECIPES.items():
+        if settings['corpus']['corpus'] == name:
+            return recipe
     return 'multi30k-en-de'
 
 def model_config(preset: str, **changes) -> TransformerConfig | RelativeConfig:
@@ -219,14 +221,6 @@ def evaluate(
     translations = translator.translate([src for src, _ in pairs], progress_bar=progress_bar, **options)
     return score(translations, [tgt for _, tgt in pairs]), translations
 
-def versions() -> dict[str, str]:
-    "Return the software versions and the machine, for a record."
-    import sacrebleu
-    import tokenizers
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return {'annotated_transformer': annotated_transformer.__version__, 'torch': torch.__version__,
-            'sacrebleu': sacrebleu.__version__, 'tokenizers': tokenizers.__version__,
-            'python': platform.python_version(), 'threads': str(torch.get_num_threads()), 'device': device}
 
 def training_pairs(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer):
     "Return what the loader reads: ids in memory, a function that encodes each epoch anew, or ids on disk."

@@ -25,7 +25,7 @@ from annotated_transformer.checkpoints import list_checkpoints
 from annotated_transformer.cli import COMMANDS, main, parse
 from annotated_transformer.command_options import named_as_typed, plain_error
 from annotated_transformer.commands import SEARCH, check_sentences
-from annotated_transformer.corpora import CORPORA, load_corpus
+from annotated_transformer.corpora import CORPORA, CorpusConfig, load_corpus
 from annotated_transformer.data_checks import likely_mistakes
 from annotated_transformer.inference import DecodingConfig
 from annotated_transformer.line_translation import PartialOutput, live_lines
@@ -252,12 +252,12 @@ OWN = {'d_model': 32, 'n_layers': 1, 'norm': 'post', 'peak_lr': 0.002, 'max_toke
     ({'tsv': 'x.tsv'}, '--preset tiny', {'preset': 'tiny', 'd_model': '128', 'n_layers': '4'}), # also the recipe's preset
     ({'tsv': 'x.tsv'}, '--preset base --d-model 96', {'preset': 'base', 'd_model': '96', 'n_layers': '6', 'd_ff': '2048', 'n_heads': '8'}),
     ({'preset': 'base', 'tsv': 'x.tsv'}, '--max-steps 7', {'max_steps': '7'}),
-    ({'tsv': 'x.tsv', 'pair': 'en-fr'}, '--recipe small',
-     {'recipe': 'small', 'd_model': '128', 'n_layers': '2', 'norm': 'pre', 'peak_lr': '0.004', 'max_tokens': '1024', 'dropout': '0.1',
-      'vocab_size': '4000', 'warmup_steps': '200', 'save_every': '200', 'average_checkpoints': '3'}),
-    ({'preset': 'base', 'tsv': 'x.tsv'}, '--recipe small',
-     {'recipe': 'small', 'preset': 'None', 'd_model': '128', 'n_layers': '2', 'norm': 'pre', 'peak_lr': '0.004', 'max_tokens': '1024',
-      'dropout': '0.1', 'vocab_size': '4000', 'warmup_steps': '200', 'save_every': '200', 'average_checkpoints': '3', 'd_ff': '256',
+    ({'tsv': 'x.tsv', 'pair': 'en-fr'}, '--recipe medium',
+     {'recipe': 'medium', 'd_model': '128', 'n_layers': '4', 'norm': 'pre', 'peak_lr': '0.004', 'max_tokens': '2048', 'dropout': '0.3',
+      'vocab_size': '10000', 'warmup_steps': '400', 'save_every': '250', 'average_checkpoints': '10'}),
+    ({'preset': 'base', 'tsv': 'x.tsv'}, '--recipe medium',
+     {'recipe': 'medium', 'preset': 'None', 'd_model': '128', 'n_layers': '4', 'norm': 'pre', 'peak_lr': '0.004', 'max_tokens': '2048',
+      'dropout': '0.3', 'vocab_size': '10000', 'warmup_steps': '400', 'save_every': '250', 'average_checkpoints': '10', 'd_ff': '256',
       'n_heads': '4'}),
     ({}, '--tsv x.tsv', {'corpus': 'tsv', 'tsv': 'x.tsv', 'pair': 'None'}), # the file names no corpus, so its settings are for any
     ({'tsv': 'x.tsv', 'val_tsv': 'v.tsv'}, '--tsv y.tsv', {'tsv': 'y.tsv'}),
@@ -358,6 +358,27 @@ def test_a_corpus_is_found_by_its_files(tmp_path):
 
 
 # point 13 of the trial of 0.1.0
+def test_your_own_files_get_the_recipe_that_is_quick_on_a_cpu(tmp_path, capsys):
+    table = str(write_tsv(tmp_path / 'pairs.tsv'))
+    small = parse(['train', '--tsv', table, '--recipe', 'small']).run
+    assert small.model.n_layers == 2 and small.training.max_tokens == 1024
+    assert parse(['train', '--tsv', table]).run == small
+    files = parse(['train', '--src', table, '--tgt', table]).run
+    assert (files.model, files.training) == (small.model, small.training)
+    assert default_run(CorpusConfig('tsv', tsv=table)).model == small.model # in Python, too
+    medium = parse(['train', '--tsv', table, '--recipe', 'medium']).run
+    usual = default_run(recipe='multi30k-en-de')
+    assert (medium.model, medium.training) == (usual.model, usual.training)
+    assert parse(['train', '--corpus', 'multi30k']).run == usual
+    assert 'those of the recipe small' in helped(capsys, 'train', '--tsv', 'x.tsv')
+
+
+def test_a_large_prepared_corpus_does_not_get_the_small_recipe(tmp_path, run):
+    run('prepare', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--pair', 'en-de', '--out', tmp_path / 'ids', '--vocab-size', 300)
+    assert parse(['train', '--prepared', str(tmp_path / 'ids')]).run.training == default_run(recipe='medium').training
+
+
+# point 13 of the trial of 0.1.0
 def test_a_start_brings_sizes_and_languages(trained):
     command = parse(['train', '--start-from', str(trained), '--dropout', '0.25'])
     config = Translator.load(trained).model.config
@@ -375,7 +396,7 @@ def test_a_start_brings_sizes_and_languages(trained):
 def test_a_run_explains_itself(tmp_path, run, fails):
     args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'run', *SMALL]
     text = run(*args, '--threads', torch.get_num_threads(), '--device', 'cpu').out
-    for words in ('44 pairs with', '8 pairs to validate on', 'parameters', 'recipe multi30k-en-de, changed: ',
+    for words in ('44 pairs with', '8 pairs to validate on', 'parameters', 'recipe small (--recipe medium: a larger model',
                   '--d-model 32 (was 128)', 'tsv (pairs.tsv)', '20 steps', 'cpu', 'float32',
                   str(tmp_path / 'run'), 'the lower validation loss', 'validation', 'annotated-transformer evaluate --model'):
         assert words in text, words
@@ -383,7 +404,7 @@ def test_a_run_explains_itself(tmp_path, run, fails):
     again = run(*args).out
     assert 'was already finished' in again and '--overwrite' in again
     assert hashes(tmp_path / 'run') == before
-    assert '--warmup-steps was 400 and is now 9' in fails(*args, '--warmup-steps', 9)
+    assert '--warmup-steps was 200 and is now 9' in fails(*args, '--warmup-steps', 9)
     assert hashes(tmp_path / 'run') == before
     assert 'resumes     after step 20' in run(*args, '--max-steps', 30).out
 
@@ -465,7 +486,7 @@ def test_a_label_changes_only_with_the_same_settings_and_data(tmp_path, run, fai
     assert '8 pairs to validate on, 3 to test on' in ' '.join(run(*args, '--pair', 'en-de').out.split())
     before = hashes(tmp_path / 'run')
     message = fails(*args, '--pair', 'en-fr', '--dropout', 0.25)
-    assert '--dropout was 0.3 and is now 0.25)' in message and 'labelled' not in message
+    assert '--dropout was 0.1 and is now 0.25)' in message and 'labelled' not in message
     assert "(--test-tsv was 'given' and is now not set)" in fails(*args[:3], *args[5:], '--pair', 'en-fr')
     write_tsv(test, [('the wolf sings .', 'WOLF sing t !')] * 3)
     assert 'has changed' in fails(*args, '--pair', 'en-fr')
@@ -949,7 +970,7 @@ def test_chosen_weights_are_the_lower_of_two_and_the_lowest_of_three():
 def test_a_run_that_ends_too_soon_says_so(tmp_path, run):
     args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'run', *SMALL]
     text = run(*args, '--max-steps', 5, '--save-every', 250).out
-    assert 'only 5 steps in all: choose at most 5 for --save-every (now 250) and --warmup-steps (now 400)' in text
+    assert 'only 5 steps in all: choose at most 5 for --save-every (now 250) and --warmup-steps (now 200)' in text
 
 
 def test_nothing_is_left_when_nothing_was_translated(tmp_path, fails):
