@@ -4,6 +4,7 @@ A new user tried version 0.1.0 and met thirteen severe or major problems; commen
 """
 import gzip
 import hashlib
+import io
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from typing import get_args
 import pytest
 import torch
 
-from annotated_transformer import cli, model_commands, train_command
+from annotated_transformer import cli, model_commands, train_command, translate_command
 from annotated_transformer.checkpoints import list_checkpoints
 from annotated_transformer.cli import COMMANDS, main, parse
 from annotated_transformer.command_options import named_as_typed, plain_error
@@ -28,7 +29,7 @@ from annotated_transformer.commands import SEARCH, check_sentences
 from annotated_transformer.corpora import CORPORA, CorpusConfig, load_corpus
 from annotated_transformer.data_checks import likely_mistakes
 from annotated_transformer.inference import DecodingConfig
-from annotated_transformer.line_translation import PartialOutput, live_lines
+from annotated_transformer.line_translation import END_OF_INPUT, PartialOutput, live_lines
 from annotated_transformer.recipe import default_run
 from annotated_transformer.relative_positions import RELATIVE_POSITIONS
 from annotated_transformer.run_folder import lock_file, lock_folder
@@ -621,6 +622,10 @@ class Pipe:
     def isatty(self):
         return self.is_terminal
 
+    @property
+    def buffer(self):
+        return os.fdopen(self.reader, 'rb')
+
 
 def test_every_line_has_a_line(monkeypatch, run):
     monkeypatch.setattr(sys, 'stdin', Pipe('The cat sleeps.\n\n  \n☃ naïve\r\nThe dog sleeps.'.encode()))
@@ -631,10 +636,32 @@ def test_every_line_has_a_line(monkeypatch, run):
 
 
 def test_a_terminal_gets_a_prompt(monkeypatch, run):
-    monkeypatch.setattr(sys, 'stdin', Pipe(b'The cat sleeps.\n', is_terminal=True))
-    printed = run('translate')
-    assert printed.out == 'Die Katze schläft.\n'
-    assert 'Ctrl-D' in printed.err and 'en> ' in printed.err
+    assert END_OF_INPUT == ('Ctrl-Z and Enter' if os.name == 'nt' else 'Ctrl-D')
+    for keys in ('Ctrl-D', 'Ctrl-Z and Enter'):
+        monkeypatch.setattr(translate_command, 'END_OF_INPUT', keys)
+        monkeypatch.setattr(sys, 'stdin', Pipe('The cat sleeps.\r\n☃ naïve\n'.encode(), is_terminal=True))
+        printed = run('translate')
+        assert printed.out.splitlines()[0] == 'Die Katze schläft.' and len(printed.out.splitlines()) == 2
+        assert f'Press {keys} to stop' in printed.err and printed.err.count('en> ') == 3
+
+
+def test_output_is_utf8_whatever_the_system_writes():
+    environment = os.environ | {'PYTHONIOENCODING': 'cp1252', 'PYTHONUTF8': '0'} # as on Windows for files and pipes
+    done = subprocess.run([sys.executable, '-m', 'annotated_transformer', 'translate', '--prefix', 'Łódź', '--engine', 'pytorch'],
+                          input='Łódź ☃ naïve\n'.encode(), capture_output=True, cwd=ROOT, env=environment, timeout=120)
+    assert done.returncode == 0 and done.stdout.decode('utf-8').startswith('Łódź'), done.stderr
+    assert 'unknown to the tokenizer' in done.stderr.decode('utf-8') and '☃' in done.stderr.decode('utf-8')
+
+
+def test_a_terminal_keeps_its_encoding_and_never_fails(monkeypatch):
+    class Terminal(io.TextIOWrapper):
+        def isatty(self):
+            return True
+    screen = Terminal(io.BytesIO(), encoding='cp1252')
+    monkeypatch.setattr(sys, 'stdout', screen)
+    cli.use_utf8()
+    print('Łódź ü', end='', flush=True)
+    assert screen.encoding == 'cp1252' and screen.buffer.getvalue().decode('cp1252') == '?ód? ü'
 
 
 def test_lines_are_passed_on_as_they_arrive():
