@@ -284,7 +284,7 @@ def new_model(
 
     Raises ValueError if `start_from` holds another model, and says what differs.
 
-    :param device: 'cpu', 'cuda', ...; default: a GPU if there is one
+    :param device: 'cpu', 'cuda', ...; default: a CUDA GPU if there is one
     :return: the model, and metrics for the first row of the log
     """
     torch.manual_seed(config.training.seed)
@@ -383,7 +383,7 @@ def train_translator(
     :param overwrite: start over, and delete the run that `out` holds
     :param on_log: called with all rows of the log after each new row
     :param processes: that train together; `init_process_group()` under torchrun
-    :param device: 'cpu', 'cuda', ...; default: a GPU if there is one
+    :param device: 'cpu', 'cuda', ...; default: a CUDA GPU if there is one
     :param on_start: called before the first step
     """
     out = Path(out)

@@ -332,7 +332,7 @@ def train(
     :param out: the run's folder
     :param overwrite: start over
     :param processes: processes that train together
-    :param device: default: a GPU if there is one
+    :param device: default: a CUDA GPU if there is one
     :param recipe: recipe to compare the settings with; default: that of the corpus
     :param pair_is_assumed: True if `--pair` was left out
     """

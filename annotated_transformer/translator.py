@@ -299,7 +299,7 @@ class Translator(ScoringModel):
         """Load a model folder. Raises FileNotFoundError or ValueError that names the file at fault.
 
         :param folder: a model folder; default: the toy English-German model of the package
-        :param device: 'cpu', 'cuda', ...; default: a GPU if there is one
+        :param device: 'cpu', 'cuda', ...; default: a CUDA GPU if there is one
         :param engine: what decodes: 'pytorch', 'ctranslate2'; 'auto': CTranslate2 where that is possible
         :param compute_type: of CTranslate2: 'int8', ...
         """

@@ -24,7 +24,7 @@ import torch
 from annotated_transformer import cli, model_commands, train_command, translate_command
 from annotated_transformer.checkpoints import list_checkpoints
 from annotated_transformer.cli import COMMANDS, main, parse
-from annotated_transformer.command_options import named_as_typed, plain_error
+from annotated_transformer.command_options import choices_of, metavar, named_as_typed, plain_error
 from annotated_transformer.commands import SEARCH, check_sentences
 from annotated_transformer.corpora import CORPORA, CorpusConfig, load_corpus
 from annotated_transformer.data_checks import likely_mistakes
@@ -152,6 +152,30 @@ def test_help_shows_the_defaults_that_apply(capsys, tmp_path):
     (tmp_path / 'model/training.json').write_text(json.dumps(record))
     text = helped(capsys, 'translate', '--model', str(tmp_path / 'model'))
     assert '(default: 7)' in text and re.search(r'--beam-patience NUMBER [^()]*\([^()]*\) \(default: 2.0\)', text)
+
+
+# where a command differs from the others: the first takes one file or several; the second is sensible only there
+DIFFERENT_KINDS = {('evaluate', 'tsv'), ('evaluate', 'src'), ('evaluate', 'tgt'), ('prepare', 'tokenizer')}
+
+
+def test_an_option_has_one_meaning_in_all_commands():
+    kinds = {}
+    for command in COMMANDS:
+        for name, option in cli.command_class(command).options({}).items():
+            choices = sorted({*choices_of(option.kind)} - {'prepared'}) # `prepare` cannot read what it has written
+            kind = (option.is_positional, choices or metavar(option))
+            kinds.setdefault(name, []).append((command, kind))
+    shared = {name: found for name, found in kinds.items() if len(found) > 1}
+    assert {'model', 'out', 'output', 'overwrite', 'pair', 'device', 'text'} <= shared.keys()
+    for name, found in shared.items():
+        assert len({str(kind) for command, kind in found if (command, name) not in DIFFERENT_KINDS}) == 1, (name, found)
+    options = {command: cli.command_class(command).options({}) for command in COMMANDS}
+    for command in ('evaluate', 'translate', 'attention', 'serve', 'export'): # which read one model
+        assert options[command]['model'].help.startswith("a model's folder")
+    for command in ('translate', 'attention'): # which read sentences
+        assert options[command]['text'].is_positional
+    assert all(('patience' in options[command]) == (command == 'train') for command in COMMANDS)
+    assert 'CUDA' in options['train']['device'].help and 'mps' in options['train']['device'].help
 
 
 def test_an_unknown_command_and_option_are_named(fails):
@@ -1152,9 +1176,9 @@ def test_attention_is_a_page(run, fails, tmp_path):
     (['average'], 'RUN is missing (folder of a training run). Example: annotated-transformer average runs/mine'),
     (['average', '--model', 'MODEL'], 'RUN is written without --model'),
     (['average', '--run', 'MODEL'], 'RUN is written without --run'),
-    (['export', '--model', 'MODEL', '--to', 'marian', '--out', 'x'], 'MODEL is written without --model'),
-    (['export'], 'MODEL, --to and --out are missing. Example: annotated-transformer export runs/mine --to'),
-    (['export', 'MODEL', '--to', 'marian'], '--out is missing (new folder). Example:'),
+    (['export', 'MODEL', '--to', 'marian', '--out', 'x'], "--model is missing (a model's folder)"),
+    (['export'], '--model, --to and --out are missing. Example: annotated-transformer export --model runs/mine --to'),
+    (['export', '--model', 'MODEL', '--to', 'marian'], '--out is missing (new folder). Example:'),
 ])
 def test_what_was_meant_is_shown(fails, tmp_path, args, message):
     table = write_tsv(tmp_path / 'pairs.tsv')
@@ -1252,13 +1276,13 @@ def test_demo(tmp_path, monkeypatch, run):
 
 
 def test_export_and_import(trained, tmp_path, fails, run):
-    message = fails('export', trained, '--to', 'marian', '--out', tmp_path / 'x')
+    message = fails('export', '--model', trained, '--to', 'marian', '--out', tmp_path / 'x')
     assert "kind='relative' with positions='rotary': Marian can only represent transformer" in message
     assert message.endswith('for Marian, train one with --norm post --positions sinusoidal')
     assert 'nothing' in fails('import-marian', tmp_path / 'nothing', '--out', tmp_path / 'y')
     assert not (tmp_path / 'y').exists()
-    assert '--quantization int8' in fails('export', SHIPPED, '--to', 'marian', '--out', tmp_path / 'x', '--quantization', 'int8')
-    run('export', SHIPPED, '--to', 'marian', '--out', tmp_path / 'marian')
+    assert '--quantization int8' in fails('export', '--model', SHIPPED, '--to', 'marian', '--out', tmp_path / 'x', '--quantization', 'int8')
+    run('export', '--model', SHIPPED, '--to', 'marian', '--out', tmp_path / 'marian')
     assert (tmp_path / 'marian/config.json').is_file()
 
 
@@ -1270,10 +1294,10 @@ def test_help_says_what_marian_needs_and_such_a_model_is_exported(tmp_path, run,
     assert helped(capsys, 'train', '--tsv', 'x.tsv').lower().count('for export to marian') == 2
     args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--pair', 'en-de', *SMALL, '--max-steps', 2]
     run(*args, '--out', tmp_path / 'a', '--norm', 'post', '--positions', 'sinusoidal')
-    run('export', tmp_path / 'a', '--to', 'marian', '--out', tmp_path / 'marian')
+    run('export', '--model', tmp_path / 'a', '--to', 'marian', '--out', tmp_path / 'marian')
     assert (tmp_path / 'marian/model.safetensors').is_file()
     run(*args, '--out', tmp_path / 'b', '--architecture', 'recurrent')
-    message = fails('export', tmp_path / 'b', '--to', 'marian', '--out', tmp_path / 'x')
+    message = fails('export', '--model', tmp_path / 'b', '--to', 'marian', '--out', tmp_path / 'x')
     assert message.endswith('train one with --architecture transformer --norm post --positions sinusoidal')
 
 
