@@ -31,6 +31,7 @@ from .files import atomic_write
 COMMANDS = { # name: module and class, and what the list of commands says
     'train': ('train_command', 'Train', 'Train a translator on sentence pairs'),
     'prepare': ('prepare_command', 'Prepare', 'Clean and encode a large corpus, once, before training'),
+    'download': ('prepare_command', 'Download', 'Download Multi30k, a corpus to practise with, as tables'),
     'evaluate': ('commands', 'Evaluate', 'Score a model, or any translations, with BLEU and chrF'),
     'translate': ('translate_command', 'Translate', 'Translate sentences, a file, or the standard input'),
     'attention': ('commands', 'Attention', 'Show the attention weights for a sentence: a web page, or a picture'),

@@ -120,7 +120,7 @@ def test_every_option_is_explained_without_python(command, capsys):
     text = capsys.readouterr().out
     assert not re.search(r'None|ValueError|Raises|default: False|page \d|`|--\w+_', text)
     options = re.findall(r'^[│ ]{0,3}(--[a-z][\w-]*) *(?:PATH|INT|NUMBER|TEXT|\{[^}]*\})?(.*(?:\n[│ ]{10,}[^-│ ].*)*)', text, re.M)
-    expected = {'--config'} if command == 'prepare' else {'--config', '--device'} # nothing is computed on a device
+    expected = {'--config'} if command in ('prepare', 'download') else {'--config', '--device'} # nothing is computed on a device
     assert expected <= {option for option, _ in options}
     for option, explanation in options:
         words = re.findall('[a-z]{2,}', re.sub(r'\((?:default|required).*', '', explanation, flags=re.S))
