@@ -137,8 +137,8 @@ def read_multi30k(split: str, lang: str, data_dir: str | Path | None = None) -> 
         raise ValueError(f'{path} has {len(lines)} lines; {split} of Multi30k has {MULTI30K_LINES[split]}')
     return lines
 
-MULTI30K_LICENSE = ('Multi30k consists of captions from Flickr30k and their translations. It may be used for non-commercial '
-                    'research and education only: https://github.com/multi30k/dataset')
+MULTI30K_LICENSE = ('Multi30k consists of captions from Flickr30k and their translations. It may be used for '
+                    'non-commercial research and education only: https://github.com/multi30k/dataset')
 
 def write_multi30k(folder: str | Path, langs: tuple[str, str], data_dir: str | Path | None = None) -> dict[str, int]:
     """Write each split of Multi30k as a table, and LICENSE.txt. Raises FileExistsError, and what `read_multi30k`

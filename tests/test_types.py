@@ -13,13 +13,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec('basedpyright'), reason='needs basedpyright')
 
+def copied_code(text):
+    "The Python blocks of a text, which readers copy."
+    return re.findall(r'^```(?:python|py)\n(.*?)^```', text, re.DOTALL | re.MULTILINE)
+
 def readme_code():
-    return '\n'.join(re.findall(r'```python\n(.*?)```', (ROOT/'README.md').read_text(), re.DOTALL))
+    return '\n'.join(copied_code((ROOT/'README.md').read_text(encoding='utf-8')))
 
 def guide_code():
-    "The cells of the guide that use the library, without IPython's commands."
-    cells = [cell.source for cell in nbformat.read(ROOT/'nbs/34_your_own_data.ipynb', 4).cells
-             if cell.cell_type == 'code']
+    "All Python of the guide: its cells, without IPython's commands, and the blocks in its text."
+    cells = []
+    for cell in nbformat.read(ROOT/'nbs/34_your_own_data.ipynb', 4).cells:
+        cells += [cell.source] if cell.cell_type == 'code' else copied_code(cell.source)
     lines = '\n'.join(cells).splitlines()
     return '\n'.join(re.sub(r'^(\s*)[%!].*', r'\1pass', line) for line in lines)
 
@@ -74,7 +79,8 @@ def errors(tmp_path_factory):
 # point 6 of the trial of 0.1.0
 @pytest.mark.parametrize('name, code', [('readme', readme_code), ('guide', guide_code)])
 def test_the_code_that_people_copy(errors, name, code):
-    assert 'Translator.load' in code()
+    assert 'Translator.load(' in code()
+    assert "Translator.load('runs/first')" in guide_code() # which stands in its text
     assert errors[name] == []
 
 def test_functions_return_what_the_checker_sees(errors):
