@@ -129,6 +129,8 @@ def multi30k_file(split: str, lang: str, data_dir: str | Path | None = None) -> 
 def read_multi30k(split: str, lang: str, data_dir: str | Path | None = None) -> list[str]:
     """Read one side of a split. Raises what `multi30k_file` raises, and ValueError for a wrong number of lines.
 
+    :param split: a key of `MULTI30K_LINES`, such as 'train'
+    :param lang: 'en', 'de' or 'fr'
     :param data_dir: a folder with the files; by default they are downloaded
     """
     path = multi30k_file(split, lang, data_dir)

@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from .attention import MultiHeadAttention
 from .batches import Batch, encode_pairs
@@ -36,6 +37,7 @@ from .relative_positions import RELATIVE_POSITIONS, RelativeConfig
 from .run_folder import claim_folder, differences, is_finished, lock_folder, settings_dict
 from .run_log import tensorboard_writer, versions
 from .scoring import Scores, score
+from .text_streams import TranslateSettings
 from .trainer import TrainConfig, Trainer
 from .transformer import PRESETS, TransformerConfig
 from .translator import Translator
@@ -210,15 +212,16 @@ def run_tokenizer(out: Path, config: RunConfig, corpus: Corpus, overwrite: bool 
     return tokenizer
 
 def evaluate(
-    translator: Translator, pairs: list[tuple[str, str]], progress_bar: bool = False, **options,
+    translator: Translator, pairs: list[tuple[str, str]], **settings: Unpack[TranslateSettings],
 ) -> tuple[Scores, list[str]]:
     """Translate a split and score it against its references (section 6.1).
 
+    :param translator: translates with its own search settings, unless others are given
     :param pairs: source and reference
-    :param options: of `Translator.translate`: beam_size, length_penalty, ...
+    :param settings: of `Translator.translate`: beam_size, length_penalty, progress_bar, ...
     :return: scores, and the translations that were scored
     """
-    translations = translator.translate([src for src, _ in pairs], progress_bar=progress_bar, **options)
+    translations = translator.translate([src for src, _ in pairs], **settings)
     return score(translations, [tgt for _, tgt in pairs]), translations
 
 
@@ -379,8 +382,10 @@ def train_translator(
 
     Raises ValueError if another process uses `out`, or if its settings or data differ from those of `config`.
 
+    :param config: everything that decides what the run does; `default_run` recommends one
     :param out: the run's folder; the same settings resume there, and may move a limit
     :param overwrite: start over, and delete the run that `out` holds
+    :param progress_bar: show it on the standard error stream
     :param on_log: called with all rows of the log after each new row
     :param processes: that train together; `init_process_group()` under torchrun
     :param device: 'cpu', 'cuda', ...; default: a CUDA GPU if there is one
@@ -436,7 +441,7 @@ def save_scored(
     "Score a trained model on the validation set, and write its folder."
     if progress_bar:
         print('scoring the validation set', file=sys.stderr)
-    scores, _ = evaluate(translator, corpus['val'], progress_bar)
+    scores, _ = evaluate(translator, corpus['val'], progress_bar=progress_bar)
     progress = asdict(trainer.progress)
     progress['epochs'] = trainer.progress.epoch + trainer.progress.batch / len(trainer.loader)
     translator.training |= {'run': settings_dict(config), 'progress': progress, 'val': asdict(scores),

@@ -329,6 +329,7 @@ def train(
 ) -> Translator:
     """Train, and report on the run before its first step and after its last.
 
+    :param config: everything that decides what the run does
     :param out: the run's folder
     :param overwrite: start over
     :param processes: processes that train together

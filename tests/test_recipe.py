@@ -138,7 +138,7 @@ def test_the_time_left_of_a_run_includes_its_evaluation_which_says_what_it_does(
 
 def test_help_says_that_scoring_takes_more_than_the_minutes_of_training():
     from annotated_transformer.command_options import field_texts
-    assert 'the scoring at the end' in field_texts(TrainConfig)['max_minutes']
+    assert 'final scoring' in field_texts(TrainConfig)['max_minutes']
 
 
 def test_evaluation_translates_and_scores(finished):
