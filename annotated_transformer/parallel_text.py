@@ -290,8 +290,7 @@ HEADER_WORDS = set('source target src tgt text sentence translation id en de fr 
 
 def is_header(row: list[str]) -> bool:
     "True if the first two columns hold nothing but names of columns, such as `source_text` or `German`."
-    words = re.split('[ _-]+', ' '.join(row[:2]).lower())
-    return set(words) <= HEADER_WORDS
+    return set(re.split('[ _-]+', ' '.join(row[:2]).lower())) <= HEADER_WORDS
 
 def table_pairs(
     lines: Iterable[str], path: str | Path, skip_header: bool = False, left_out: Counter | None = None,
@@ -304,7 +303,10 @@ def table_pairs(
     """
     rows = table_rows(lines, path, left_out)
     if skip_header:
-        next(rows, None)
+        row = next(rows, (0, []))[1]
+        if row and not is_header(row):
+            warnings.warn(f'{path}: the first row does not look like a header ({row[0][:40]}, {row[1][:40]}), but '
+                          'skip_header leaves it out: if it is a sentence pair, put a header above it')
     numbered = None
     for number, row in rows:
         if numbered is None: # the first row decides

@@ -102,6 +102,7 @@ class Prepare(Command):
         'tokenizer': ('', ('tokenizer', 'vocab_size', 'sample_size', 'seed')),
     }
     REST = 'data'
+    EXAMPLE = 'annotated-transformer prepare --tsv pairs.tsv --pair en-fr --out prepared/mine'
 
     @classmethod
     def options(cls, deciding: Mapping[str, Any]) -> dict[str, Option]:

@@ -134,7 +134,7 @@ def start_report(
         'model': f'{model_name(model.config)}, {n_parameters:,} parameters',
         'settings': f'recipe {usual}{hint}' + (f', changed: {"; ".join(changed)}' if changed else ''),
         'batches': f'at most {config.training.max_tokens:,} tokens; steps per epoch: {steps:,}',
-        'ends after': limits(config),
+        'ends after': f'{limits(config)}; then it scores {counted(len(corpus["val"]), "validation pair")}',
         'device': f'{device}, {counted(torch.get_num_threads(), "thread")}, {config.training.precision}'
                   + (f', {n_processes} processes' if n_processes > 1 else ''),
         'files': f'{out}: the model, log.jsonl, and a checkpoint every {counted(config.training.save_every, "step")}',

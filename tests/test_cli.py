@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -522,6 +523,21 @@ def test_a_label_changes_only_with_the_same_settings_and_data(tmp_path, run, fai
     assert 'only the label' not in run(*args, '--pair', 'de-fr').err
 
 
+def test_the_likely_pair_names_no_language_that_cannot_be_judged(tmp_path, run):
+    french = [(f'the dog is in the house {i}', f'le chien est dans la maison et les chats {i}') for i in range(40)]
+    printed = run('train', '--tsv', write_tsv(tmp_path / 'pairs.tsv', french), '--pair', 'de-cs', '--out', tmp_path / 'run', *SMALL,
+                  '--max-steps', 1)
+    assert 'look like en-fr, not de-cs: if they are, use --pair en-fr' in printed.err
+    assert '; then it scores 4 validation pairs' in ' '.join(printed.out.split())
+
+
+def test_a_finished_model_without_its_tokenizer_is_not_an_unfinished_run(trained, fails, tmp_path):
+    shutil.copytree(trained, tmp_path / 'run')
+    (tmp_path / 'run/tokenizer.json').unlink()
+    message = fails('translate', '--model', tmp_path / 'run', 'A sentence.')
+    assert 'it has no tokenizer.json' in message and 'not finished' not in message
+
+
 def test_pairs_in_other_languages_are_warned_about(tmp_path, run):
     pairs = [(f'the dog and the cat {n}', f'der Hund und die Katze {n}') for n in range(60)]
     table = write_tsv(tmp_path / 'pairs.tsv', pairs)
@@ -752,6 +768,25 @@ def interrupt_after(monkeypatch, n, error=KeyboardInterrupt):
                 raise error
             yield result
     monkeypatch.setattr(Translator, 'translate_n_best', stops)
+
+
+# point 4 of the trial of 0.1.0
+@pytest.mark.skipif(os.name == 'nt', reason='Windows has no SIGTERM that a program can catch')
+def test_sigterm_keeps_what_a_program_has_translated(tmp_path):
+    (tmp_path / 'in.txt').write_text('The cat sleeps.\nThe dog sleeps.\n' * 20_000)
+    command = [sys.executable, '-m', 'annotated_transformer', 'translate', '--input', tmp_path / 'in.txt', '--output', tmp_path / 'out.txt',
+               '--engine', 'pytorch', '--beam-size', '1']
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ | {'OMP_NUM_THREADS': '1'})
+    partial = tmp_path / 'out.txt.partial'
+    deadline = time.monotonic() + 120
+    while not (partial.exists() and partial.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    lines = partial.read_text(encoding='utf-8').splitlines()
+    assert process.returncode == 143 and len(lines) > 60 and set(lines) == {'Die Katze schläft.', 'Der Hund schläft.'}
+    message = f'interrupted; {len(lines):,} translations are in {partial}: run the same command again to continue'
+    assert message in errors and not (tmp_path / 'out.txt').exists()
 
 
 # point 4 of the trial of 0.1.0

@@ -718,6 +718,15 @@ def test_unknown_files_of_multi30k_are_named(split, lang):
     with pytest.raises(ValueError, match=f"has no '{split}' in '{lang}': choose a split of train, val"):
         downloads.read_multi30k(split, lang)
 
+# trial of the second version, major 1
+def test_a_first_row_that_is_no_header_is_not_left_out_silently(tmp_path):
+    table = write(tmp_path/'pairs.tsv', 'English\tGerman\nGo!\tGeh!\nRun!\tLauf!\n'.encode())
+    test = write(tmp_path/'test.tsv', 'Stop!\tHalt!\nWait!\tWarte!\n'.encode())
+    corpus = load_corpus('tsv', tsv=table, test_tsv=test, val_tsv=table, skip_header=True)
+    with pytest.warns(UserWarning, match=r'test.tsv: the first row does not look like a header \(Stop!, Halt!\), but skip_header') as caught:
+        assert corpus['test'] == [('Wait!', 'Warte!')]
+    assert not [w for w in caught if 'pairs.tsv' in str(w.message)]
+
 @needs_pooch
 def test_no_network(net, monkeypatch):
     monkeypatch.setattr(downloads, 'MULTI30K_MIRRORS', ('http://127.0.0.1:9',)) # the discard port: nobody listens
