@@ -32,8 +32,8 @@ from .kernels import accelerate
 from .progress import Bar, new_bar
 from .run_folder import check_new_model
 from .text_streams import (
-    InputReport, SampleSettings, TranslateSettings, buffered, changed_settings, length_groups, refuse_unknown,
-    refuse_unnamed, require, require_numbers, require_pairs, require_prefix, with_prefixes)
+    InputReport, SampleSettings, Text, Texts, TranslateSettings, buffered, changed_settings, length_groups,
+    refuse_unknown, refuse_unnamed, require, require_numbers, require_pairs, require_prefix, with_prefixes)
 from .vocabulary import BOS, EOS, UNK, Tokenizer
 
 SHIPPED = Path(str(files('annotated_transformer'))) / 'data/toy-ende' # the model that comes with the package
@@ -323,9 +323,9 @@ class Translator(ScoringModel):
     @overload
     def translate(self, text: str | bytes, **settings: Unpack[TranslateSettings]) -> str: ...
     @overload
-    def translate(self, text: list | tuple, **settings: Unpack[TranslateSettings]) -> list[str]: ...
+    def translate(self, text: Texts, **settings: Unpack[TranslateSettings]) -> list[str]: ...
     @overload
-    def translate(self, text: Iterable, **settings: Unpack[TranslateSettings]) -> Iterator[str]: ...
+    def translate(self, text: Iterable[Text], **settings: Unpack[TranslateSettings]) -> Iterator[str]: ...
     def translate(
         self, text, *unnamed, prefix: str | Iterable[str | None] | None = None, beam_size: int | None = None,
         length_penalty: float | None = None, length_penalty_offset: float | None = None,
@@ -372,7 +372,7 @@ class Translator(ScoringModel):
         self, text: str | bytes, n_best: int, **settings: Unpack[TranslateSettings]) -> list[Translation]: ...
     @overload
     def translate_n_best(
-        self, text: list | tuple, n_best: int, **settings: Unpack[TranslateSettings]) -> list[list[Translation]]: ...
+        self, text: Texts, n_best: int, **settings: Unpack[TranslateSettings]) -> list[list[Translation]]: ...
     @overload
     def translate_n_best(
         self, text: Iterable, n_best: int, **settings: Unpack[TranslateSettings]) -> Iterator[list[Translation]]: ...

@@ -723,7 +723,8 @@ def test_a_first_row_that_is_no_header_is_not_left_out_silently(tmp_path):
     table = write(tmp_path/'pairs.tsv', 'English\tGerman\nGo!\tGeh!\nRun!\tLauf!\n'.encode())
     test = write(tmp_path/'test.tsv', 'Stop!\tHalt!\nWait!\tWarte!\n'.encode())
     corpus = load_corpus('tsv', tsv=table, test_tsv=test, val_tsv=table, skip_header=True)
-    with pytest.warns(UserWarning, match=r'test.tsv: the first row does not look like a header \(Stop!, Halt!\), but skip_header') as caught:
+    message = r'test.tsv: the first row does not look like a header \(Stop!, Halt!\), but skip_header'
+    with pytest.warns(UserWarning, match=message) as caught:
         assert corpus['test'] == [('Wait!', 'Warte!')]
     assert not [w for w in caught if 'pairs.tsv' in str(w.message)]
 

@@ -43,6 +43,8 @@ assert_type(Mine.from_pretrained('name'), Mine)
 assert_type(translator.translate('Hi.', beam_size=1), str)
 assert_type(translator.translate(['Hi.'], prefix=['Da']), list[str])
 assert_type(translator.translate(open('sentences.txt')), Iterator[str])
+assert_type(translator.translate(('Hi.', b'You.')), list[str])
+assert_type(translator.translate(open('sentences.txt', 'rb')), Iterator[str])
 assert_type(translator.translate_n_best('Hi.', 4), list[Translation])
 assert_type(translator.translate_n_best(['Hi.'], 4), list[list[Translation]])
 assert_type(translator.sample('Hi.', temperature=0.5, seed=1, max_extra_tokens=9), str)
@@ -52,7 +54,7 @@ assert_type(translator.score(['Hi.'], ['Hallo.']), list[float])
 '''
 
 MISTAKES = ["translator.translate('Hi.', beam=4)", "translator.translate('Hi.', beam_size='4')",
-            'translator.translate(None)', "translator.translate('Hi.').text", "translator.translate('Hi.', 'de')",
+            'translator.translate(None)', 'translator.translate([5])', 'translator.translate([None])', "translator.translate('Hi.').text", "translator.translate('Hi.', 'de')",
             "translator.sample('Hi.', 3)", "translator.sample('Hi.', n=3)", "Translator('runs/first')",
             "translator.save('mine', True)", "translator.score('Hi.', 'Hallo.', 64)"]
 START = ['from annotated_transformer.translator import Translator', 'translator = Translator.load()']
