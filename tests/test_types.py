@@ -54,7 +54,8 @@ assert_type(translator.score(['Hi.'], ['Hallo.']), list[float])
 '''
 
 MISTAKES = ["translator.translate('Hi.', beam=4)", "translator.translate('Hi.', beam_size='4')",
-            'translator.translate(None)', 'translator.translate([5])', 'translator.translate([None])', "translator.translate('Hi.').text", "translator.translate('Hi.', 'de')",
+            'translator.translate(None)', 'translator.translate([5])', 'translator.translate([None])',
+            "translator.translate('Hi.').text", "translator.translate('Hi.', 'de')",
             "translator.sample('Hi.', 3)", "translator.sample('Hi.', n=3)", "Translator('runs/first')",
             "translator.save('mine', True)", "translator.score('Hi.', 'Hallo.', 64)"]
 START = ['from annotated_transformer.translator import Translator', 'translator = Translator.load()']
