@@ -3,11 +3,14 @@
 """Command line: train, evaluate, translate and inspect from a shell; know which setting wins."""
 
 __all__ = ['COMMANDS', 'DECIDING', 'PROGRAM', 'EXAMPLE', 'NO_MEMORY', 'choose_command', 'command_class', 'with_file',
-           'warn_of_replaced', 'parse_values', 'parse', 'save_config', 'run', 'as_typed', 'is_out_of_memory', 'main']
+           'warn_of_replaced', 'parse_values', 'parse', 'save_config', 'run', 'as_typed', 'is_out_of_memory',
+           'use_utf8', 'main']
 
+import codecs
 import contextlib
 import difflib
 import importlib
+import io
 import os
 import signal
 import sys
@@ -28,6 +31,7 @@ from .files import atomic_write
 COMMANDS = { # name: module and class, and what the list of commands says
     'train': ('train_command', 'Train', 'Train a translator on sentence pairs'),
     'prepare': ('prepare_command', 'Prepare', 'Clean and encode a large corpus, once, before training'),
+    'download': ('prepare_command', 'Download', 'Download Multi30k, a corpus to practise with, as tables'),
     'evaluate': ('commands', 'Evaluate', 'Score a model, or any translations, with BLEU and chrF'),
     'translate': ('translate_command', 'Translate', 'Translate sentences, a file, or the standard input'),
     'attention': ('commands', 'Attention', 'Show the attention weights for a sentence: a web page, or a picture'),
@@ -147,9 +151,21 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     "Whether PyTorch could not allocate memory. (An illegal memory access is another error.)"
     return any(phrase in str(error) for phrase in ('out of memory', 'allocate memory', 'not enough memory'))
 
+def use_utf8() -> None:
+    """Write UTF-8 to files and pipes, whatever the system's own encoding is, as all files of this program are in UTF-8.
+    A terminal keeps its encoding, and shows ? for characters that it lacks.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != 'utf-8':
+            if stream.isatty():
+                stream.reconfigure(errors='replace')
+            else:
+                stream.reconfigure(encoding='utf-8', errors=stream.errors)
+
 def main(args: Sequence[str] | None = None) -> None:
     "Run the command line. An expected error is one line on the standard error stream, with exit code 2."
     args = sys.argv[1:] if args is None else list(args)
+    use_utf8()
 
     def fail(message, code=2):
         if os.environ.get('ANNOTATED_TRANSFORMER_DEBUG'):

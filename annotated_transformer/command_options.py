@@ -48,7 +48,7 @@ class Option:
 class Common:
     """Options of every command.
 
-    :param device: cpu, cuda, cuda:1, mps (left out: a GPU if there is one, else the CPU)
+    :param device: cpu, cuda, cuda:1 or mps (a Mac's GPU, not tested); left out: CUDA or CPU
     :param threads: CPU threads to use (default: chosen by PyTorch)
     :param config: read options from this file; options of the command line take precedence
     :param save_config: write all options to this file, which --config reads, and stop

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing_extensions import Literal, Unpack
 
 from .downloads import (
     MULTI30K_LANGS, MULTI30K_LINES, WMT14_LANGS, WMT14_SPLITS, read_multi30k, stream_wmt14)
-from .parallel_text import (
-    Files, Pairs, PairStream, as_paths, clean, file_groups, is_blank, read_lines, stream_files, stream_tsv, zip_lines)
+from annotated_transformer.parallel_text import (
+    CorpusOptions, Files, Pairs, PairStream, as_paths, clean, file_groups, is_blank, read_lines, stream_files,
+    stream_tsv, zip_lines)
 from .prepared import read_manifest, read_split
 from .toy_languages import SPLITS, copy_pairs, text_hash, toy_ende
 from .vocabulary import normalize
@@ -224,12 +225,11 @@ class CorpusConfig:
             raise ValueError(f'max_words={self.max_words} must be positive')
         if self.max_ratio is not None and not self.max_ratio >= 1:
             raise ValueError(f'max_ratio={self.max_ratio} must be at least 1')
-        for option in fields(self):
-            value = getattr(self, option.name)
-            owners = [corpus for corpus, kind in CORPORA.items() if option.name in kind.options]
-            if owners and self.corpus not in owners and value != option.default:
-                raise ValueError(f'{option.name}={value} is an option of corpus {" and ".join(owners)}, '
-                                 f'not of {self.corpus}')
+        for f in fields(self):
+            value = getattr(self, f.name)
+            names = [corpus for corpus, kind in CORPORA.items() if f.name in kind.options]
+            if names and self.corpus not in names and value != f.default:
+                raise ValueError(f'{f.name}={value} is an option of corpus {" and ".join(names)}, not of {self.corpus}')
         self._check_files()
 
     def _check_files(self) -> None:
@@ -439,12 +439,12 @@ CORPORA = { # to add a corpus, write a function such as `toy_corpus` and name it
     'prepared': CorpusKind(prepared_corpus, ('prepared',)),
 }
 
-def load_corpus(corpus: CorpusConfig | str, stream: bool = False, **options) -> Corpus:
+def load_corpus(corpus: CorpusConfig | str, stream: bool = False, **options: Unpack[CorpusOptions]) -> Corpus:
     """Open a corpus; a split is read when it is first used. Raises ValueError for an unknown corpus or language.
 
     :param corpus: a configuration, or the name of a corpus
     :param stream: read the training pairs one at a time: `train` is a `PairStream`
-    :param options: options of `CorpusConfig`
+    :param options: fields of `CorpusConfig`, which replace those of `corpus`
     """
     config = CorpusConfig(corpus, **options) if isinstance(corpus, str) else replace(corpus, **options)
     return CORPORA[config.corpus].open(config, stream)

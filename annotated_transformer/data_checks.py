@@ -4,8 +4,8 @@
 swapped columns, text that was encoded twice."""
 
 __all__ = ['WRONG_ENCODINGS', 'N_CHECKED', 'MAX_QUOTED', 'MAX_NUMBERS', 'MAX_COPIES', 'MAX_MOJIBAKE', 'FREQUENT_WORDS',
-           'MIN_RATIO', 'undo_decoding', 'encoded_twice', 'is_quoted', 'is_copy', 'other_language', 'wrong_languages',
-           'likely_mistakes', 'warn_of_mistakes']
+           'MIN_RATIO', 'undo_decoding', 'encoded_twice', 'is_quoted', 'is_copy', 'other_language', 'code_of',
+           'likely_language', 'wrong_languages', 'likely_mistakes', 'warn_of_mistakes']
 
 import warnings
 from collections import Counter
@@ -71,13 +71,18 @@ def other_language(texts: list[str], lang: str) -> str:
 
     '': they may be in `lang`, or its words are not known.
     """
-    lang = lang.split('_')[0].lower() # pt_BR: pt
-    if lang not in FREQUENT_WORDS:
-        return ''
+    return likely_language(texts, lang) if code_of(lang) in FREQUENT_WORDS else ''
+
+def code_of(lang: str) -> str:
+    "Return a language without its region: pt for pt_BR."
+    return lang.split('_')[0].lower()
+
+def likely_language(texts: list[str], lang: str) -> str:
+    "Return the language whose frequent words are much more frequent than those of `lang`; '' if there is none."
     words = Counter(word for text in texts for word in text.lower().split())
     counts = {code: sum(words[word] for word in known.split()) for code, known in FREQUENT_WORDS.items()}
     likely = max(counts, key=counts.get)
-    return likely if counts[likely] > max(MIN_RATIO * counts[lang], len(texts)) else ''
+    return likely if counts[likely] > max(MIN_RATIO * counts.get(code_of(lang), 0), len(texts)) else ''
 
 def wrong_languages(pairs: list[tuple[str, str]], langs: tuple[str, str], is_table: bool) -> str:
     "Describe texts that seem to be in other languages than those named; '' if there are none."
@@ -85,7 +90,11 @@ def wrong_languages(pairs: list[tuple[str, str]], langs: tuple[str, str], is_tab
     found = tuple(other_language(list(texts), lang) for texts, lang in zip(sides, langs))
     if not any(found):
         return ''
-    likely = '-'.join(other or lang for other, lang in zip(found, langs))
+    names = []
+    for texts, other, lang in zip(zip(*pairs), found, langs):
+        is_known = code_of(lang) in FREQUENT_WORDS
+        names.append(other or (lang if is_known else likely_language(list(texts), lang) or lang))
+    likely = '-'.join(names)
     repair = f'if they are, use --pair {likely}'
     if found == langs[::-1]:
         swapped = 'the columns of the table' if is_table else '--src and --tgt'

@@ -2,16 +2,17 @@
 
 """Downloads: download Multi30k with verified checksums, and WMT 2014 with `datasets`."""
 
-__all__ = ['MULTI30K_LANGS', 'MULTI30K_LINES', 'MULTI30K_COMMIT', 'MULTI30K_MIRRORS', 'MULTI30K_SUMS', 'WMT14_LANGS',
-           'WMT14_SPLITS', 'cache_dir', 'check_sha256', 'download', 'multi30k_sums', 'multi30k_file', 'read_multi30k',
-           'wmt14_files', 'stream_wmt14']
+__all__ = ['MULTI30K_LANGS', 'MULTI30K_LINES', 'MULTI30K_COMMIT', 'MULTI30K_MIRRORS', 'MULTI30K_SUMS', 'MULTI30K_LICENSE',
+           'WMT14_LANGS', 'WMT14_SPLITS', 'cache_dir', 'check_sha256', 'download', 'multi30k_sums', 'multi30k_file',
+           'read_multi30k', 'write_multi30k', 'wmt14_files', 'stream_wmt14']
 
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from .files import checksum
+from .files import atomic_folder, atomic_write, check_new_folder, checksum
 from .parallel_text import read_lines
 
 def cache_dir() -> Path:
@@ -43,11 +44,13 @@ def download(name: str, folder: str | Path, sha256: str, mirrors: Sequence[str],
         return path
     try:
         import pooch
+        import requests # pooch needs it
     except ImportError as error:
         raise ImportError(f'to download {name}, install pooch: '
                           'pip install "annotated_transformer[download]"') from error
     pooch.get_logger().setLevel('WARNING') # for all of pooch: the progress bar says enough
     problems = []
+    n_silent = 0
     for mirror in mirrors:
         for attempt in range(2):
             try:
@@ -56,9 +59,12 @@ def download(name: str, folder: str | Path, sha256: str, mirrors: Sequence[str],
                 found = pooch.retrieve(f'{mirror}/{name}', f'sha256:{sha256}', name, folder, downloader=downloader)
                 return Path(found)
             except (OSError, ValueError) as error:
-                last_error = f'{mirror}: {error}'
-        problems.append(last_error.rstrip('.'))
-    raise OSError(f'could not download {name}: {"; ".join(problems)}. If you have the files, '
+                is_silent = isinstance(error, (requests.ConnectionError, requests.Timeout))
+                problem = f'{urlsplit(mirror).netloc} does not answer' if is_silent else f'{mirror}: {error}'
+        problems.append(problem.rstrip('.'))
+        n_silent += is_silent
+    hint = ' Check the network connection, or set HTTPS_PROXY.' if n_silent == len(mirrors) else ''
+    raise OSError(f'could not download {name}: {"; ".join(problems)}.{hint} If you have the files, '
                   'give their folder as data_dir (--data-dir)')
 
 MULTI30K_LANGS = ('en', 'de', 'fr')
@@ -123,6 +129,8 @@ def multi30k_file(split: str, lang: str, data_dir: str | Path | None = None) -> 
 def read_multi30k(split: str, lang: str, data_dir: str | Path | None = None) -> list[str]:
     """Read one side of a split. Raises what `multi30k_file` raises, and ValueError for a wrong number of lines.
 
+    :param split: a key of `MULTI30K_LINES`, such as 'train'
+    :param lang: 'en', 'de' or 'fr'
     :param data_dir: a folder with the files; by default they are downloaded
     """
     path = multi30k_file(split, lang, data_dir)
@@ -130,6 +138,30 @@ def read_multi30k(split: str, lang: str, data_dir: str | Path | None = None) -> 
     if len(lines) != MULTI30K_LINES[split]:
         raise ValueError(f'{path} has {len(lines)} lines; {split} of Multi30k has {MULTI30K_LINES[split]}')
     return lines
+
+MULTI30K_LICENSE = ('Multi30k consists of captions from Flickr30k and their translations. It may be used for '
+                    'non-commercial research and education only: https://github.com/multi30k/dataset')
+
+def write_multi30k(folder: str | Path, langs: tuple[str, str], data_dir: str | Path | None = None) -> dict[str, int]:
+    """Write each split of Multi30k as a table, and LICENSE.txt. Raises FileExistsError, and what `read_multi30k`
+    raises.
+
+    :param folder: folder to write; must not exist yet
+    :param langs: source and target language
+    :param data_dir: a folder with the files; by default they are downloaded
+    :return: pairs in each table, by the name of its file
+    """
+    folder = check_new_folder(folder)
+    sizes = {}
+    with atomic_folder(folder) as partial:
+        for split in MULTI30K_LINES:
+            src = read_multi30k(split, langs[0], data_dir)
+            tgt = read_multi30k(split, langs[1], data_dir)
+            text = ''.join(f'{a}\t{b}\n' for a, b in zip(src, tgt))
+            atomic_write(partial / f'{split}.tsv', text)
+            sizes[f'{split}.tsv'] = len(src)
+        atomic_write(partial / 'LICENSE.txt', MULTI30K_LICENSE + '\n')
+    return sizes
 
 WMT14_LANGS = ('cs', 'de', 'fr', 'hi', 'ru') # each with English
 WMT14_SPLITS = {'train': 'train', 'val': 'validation', 'test': 'test'} # our name of a split: the name in `datasets`

@@ -4,8 +4,9 @@
 
 __all__ = ['GROUP_SIZE', 'PACKAGE', 'EngineName', 'ComputeType', 'FORMAT', 'CONVERTED', 'PyTorchEngine', 'CTranslate2Engine',
            'BatchSearch', 'conversion_name', 'convert', 'check_conversion', 'converted_folder', 'choose_engine',
-           'ctranslate2_obstacle']
+           'ctranslate2_obstacle', 'decoded', 'shared_copy']
 
+import copy
 import hashlib
 import math
 import os
@@ -27,7 +28,7 @@ from .downloads import cache_dir
 from .files import atomic_write, checksum, read_json, to_json
 from .inference import DecodingConfig
 from .interop import ctranslate2_library, export_ctranslate2, require_ctranslate2
-from .vocabulary import EOS, Tokenizer
+from .vocabulary import EOS, UNK, Tokenizer
 
 GROUP_SIZE = 16 # sentences that CTranslate2 searches together at least, if their lengths allow it
 PACKAGE = Path(str(files('annotated_transformer'))).resolve()
@@ -417,3 +418,16 @@ def ctranslate2_obstacle(model: nn.Module, device: str) -> Exception | None:
     if kind != 'cpu' and not (kind == 'cuda' and library.get_cuda_device_count()):
         return ValueError(f'it does not run on {device} here')
     return None
+
+def decoded(tokenizer: Tokenizer, ids: list[int], prefix: str, prefix_ids: list[int]) -> str:
+    "Return ids as text. A prefix with characters that the vocabulary lacks stays as it was given."
+    text = tokenizer.decode(ids)
+    decoded_prefix = tokenizer.decode(prefix_ids)
+    if UNK in prefix_ids and text.startswith(decoded_prefix):
+        return prefix.rstrip() + text[len(decoded_prefix):]
+    return text
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    "Return a copy that shares all tensors: recording on it does not touch a model that other threads use."
+    memo = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    return copy.deepcopy(model, memo) # deepcopy does not copy what its memo holds

@@ -4,18 +4,20 @@
 ONNX, and check that the tokens stay the same."""
 
 __all__ = ['TORCH_NAMES', 'CTRANSLATE2_NAMES', 'OTHER_SEARCH', 'require', 'decoding_config', 'read_model_folder', 'torch_pairs',
-           'to_torch_transformer', 'torch_settings', 'from_torch_transformer', 'read_generation', 'import_marian',
-           'marian_generation', 'export_marian', 'ctranslate2_library', 'fill_slot', 'find_slot', 'fill_stack',
-           'require_ctranslate2', 'ctranslate2_spec', 'export_ctranslate2']
+           'to_torch_transformer', 'torch_settings', 'ModuleFields', 'from_torch_transformer', 'read_generation',
+           'import_marian', 'marian_generation', 'export_marian', 'ctranslate2_library', 'fill_slot', 'find_slot',
+           'fill_stack', 'require_ctranslate2', 'ctranslate2_spec', 'export_ctranslate2']
 
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal, TypedDict
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .checkpoints import kind_of, load_model, save_model, training_record
 from .files import atomic_folder, atomic_write, check_new_folder, check_path, read_json, to_json
@@ -182,11 +184,19 @@ def torch_settings(module: nn.Transformer) -> dict:
             raise ValueError(f'layer_norm_eps={part.eps}: ours is 1e-05')
     return settings[0]
 
+class ModuleFields(TypedDict, total=False):
+    "The keyword arguments of `from_torch_transformer`."
+    positions: Literal['sinusoidal', 'learned', 'none']
+    max_len: int
+    tied: bool
+
 @torch.no_grad()
-def from_torch_transformer(module: nn.Transformer, vocab_size: int, **fields) -> Transformer:
+def from_torch_transformer(module: nn.Transformer, vocab_size: int, **fields: Unpack[ModuleFields]) -> Transformer:
     """Copy the stacks of PyTorch's module into our model. Raises ValueError for what our model cannot represent.
 
-    :param fields: further fields of TransformerConfig: positions, max_len, tied
+    :param module: with the same settings in all layers
+    :param vocab_size: tokens of the new embeddings
+    :param fields: of TransformerConfig, which the module does not have
     :return: with new embeddings and output layer; in the module's mode
     """
     model = Transformer(TransformerConfig(vocab_size, **torch_settings(module), **fields))

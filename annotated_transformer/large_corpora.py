@@ -394,9 +394,11 @@ def prepare(
 
     Raises ValueError for a folder with other settings, text or tokenizer, and for a corpus without training pairs.
 
+    :param config: corpus, tokenizer, and size of the shards
     :param out: folder to fill
     :param share: (i, n): write every n-th shard, beginning with shard i
     :param num_proc: processes that encode; default: all cores
+    :param progress_bar: show it on the standard error stream
     :return: the manifest; None: other machines have shards to write
     """
     first, step = share

@@ -3,8 +3,8 @@
 """Translating files and lines: lose no translation: refuse to overwrite, resume after an interruption, and answer
 each line at once."""
 
-__all__ = ['record_path', 'check_output', 'stop_on_sigterm', 'write_lines', 'PartialOutput', 'skip_done', 'live_lines',
-           'DirectOutput']
+__all__ = ['END_OF_INPUT', 'record_path', 'check_output', 'stop_on_sigterm', 'write_lines', 'PartialOutput', 'skip_done',
+           'live_lines', 'typed_lines', 'DirectOutput']
 
 import contextlib
 import gzip
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .files import atomic_open, atomic_write, read_json, to_json
 from .run_log import Interrupted
@@ -179,17 +179,14 @@ def skip_done(lines: Iterable, n_done: int) -> Iterable:
     """
     return chain(repeat('', n_done), islice(lines, n_done, None))
 
-def live_lines(descriptor: int, prompt: str = '') -> Iterator[Any]:
-    """Read lines as they arrive, so that a person or a program gets each answer at once.
+def live_lines(descriptor: int) -> Iterator[Any]:
+    """Read lines as they arrive, so that a program gets each answer at once.
 
-    :param descriptor: of a terminal or a pipe
-    :param prompt: shown on the standard error stream before each line
+    :param descriptor: of a pipe
     :return: lines as bytes, and FLUSH whenever no further line is there yet
     """
     rest = b''
     while True:
-        if prompt:
-            print(prompt, end='', file=sys.stderr, flush=True)
         data = os.read(descriptor, 1 << 16) # what is there; waits only if there is nothing
         if not data:
             break
@@ -198,6 +195,23 @@ def live_lines(descriptor: int, prompt: str = '') -> Iterator[Any]:
         yield FLUSH
     if rest:
         yield rest
+
+END_OF_INPUT = 'Ctrl-Z and Enter' if os.name == 'nt' else 'Ctrl-D' # the keys that end what is typed
+
+def typed_lines(file: BinaryIO, prompt: str) -> Iterator[Any]:
+    """Read the lines that a person types, so that each is answered at once.
+
+    :param file: of a terminal
+    :param prompt: shown on the standard error stream before each line
+    :return: lines as bytes, and FLUSH after each
+    """
+    while True:
+        print(prompt, end='', file=sys.stderr, flush=True)
+        line = file.readline()
+        if not line:
+            break
+        yield line.rstrip(b'\r\n')
+        yield FLUSH
 
 class DirectOutput:
     """Lines on the standard output, or on a device or a pipe: each is sent at once.

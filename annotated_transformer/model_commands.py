@@ -119,14 +119,14 @@ class Export(Command):
     :param quantization: for ctranslate2
     :param attention_weights: for onnx: further outputs, the attention weights of every head
     """
-    model: tyro.conf.Positional[Path]
+    model: Path
     to: Literal['ctranslate2', 'marian', 'onnx']
     out: Path
     quantization: Literal['float32', 'float16', 'int8', 'int8_float32', 'int8_float16'] = 'float32'
     attention_weights: bool = False
     common: Common = field(default_factory=Common)
 
-    EXAMPLE = 'annotated-transformer export runs/mine --to ctranslate2 --out runs/mine-ct2'
+    EXAMPLE = 'annotated-transformer export --model runs/mine --to ctranslate2 --out runs/mine-ct2'
 
     def __call__(self) -> None:
         from annotated_transformer.interop import export_ctranslate2, export_marian

@@ -2,10 +2,10 @@
 
 """Parallel text: read sentence pairs from files and tables, and stop at the first line that would misalign them."""
 
-__all__ = ['Pairs', 'Files', 'OTHER_FORMATS', 'ANKI_SETTING', 'HEADER_WORDS', 'REJECTION_REASONS', 'raw_lines', 'BadLine',
-           'encoding_hint', 'decode_line', 'stream_lines', 'count_bad_lines', 'read_lines', 'zip_lines', 'stream_files',
-           'as_paths', 'file_groups', 'table_rows', 'table_row', 'anki_row', 'is_numbered', 'is_header', 'table_pairs',
-           'stream_tsv', 'read_tsv', 'SeenTexts', 'is_blank', 'rejection_reason', 'clean', 'PairStream']
+__all__ = ['Pairs', 'Files', 'OTHER_FORMATS', 'ANKI_SETTING', 'HEADER_WORDS', 'REJECTION_REASONS', 'CorpusOptions', 'raw_lines',
+           'BadLine', 'encoding_hint', 'decode_line', 'stream_lines', 'count_bad_lines', 'read_lines', 'zip_lines',
+           'stream_files', 'as_paths', 'file_groups', 'table_rows', 'table_row', 'anki_row', 'is_numbered', 'is_header',
+           'table_pairs', 'stream_tsv', 'read_tsv', 'SeenTexts', 'is_blank', 'rejection_reason', 'clean', 'PairStream']
 
 import csv
 import gzip
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, islice, zip_longest
 from pathlib import Path
+from typing import Literal, TypedDict
 
 import numpy as np
 
@@ -27,6 +28,29 @@ from .vocabulary import normalize
 
 Pairs = list[tuple[str, str]] # (source text, target text)
 Files = str | Path | Sequence[str | Path] # one file, or several
+
+class CorpusOptions(TypedDict, total=False):
+    "The keyword arguments of `load_corpus`: fields of `CorpusConfig`, which explains them."
+    pair: str
+    data_dir: str | Path | None
+    src: Files | None
+    tgt: Files | None
+    val_src: str | Path | None
+    val_tgt: str | Path | None
+    test_src: str | Path | None
+    test_tgt: str | Path | None
+    tsv: Files | None
+    val_tsv: str | Path | None
+    test_tsv: str | Path | None
+    skip_header: bool
+    on_error: Literal['stop', 'skip']
+    held_out: int
+    max_words: int | None
+    max_ratio: float | None
+    unique: bool
+    extra_src: Files | None
+    extra_tgt: Files | None
+    prepared: str | Path | None
 
 OTHER_FORMATS = { # first bytes of files that are not plain text
     b'PK\x03\x04': 'a zip archive or an Excel file',
@@ -266,8 +290,7 @@ HEADER_WORDS = set('source target src tgt text sentence translation id en de fr 
 
 def is_header(row: list[str]) -> bool:
     "True if the first two columns hold nothing but names of columns, such as `source_text` or `German`."
-    words = re.split('[ _-]+', ' '.join(row[:2]).lower())
-    return set(words) <= HEADER_WORDS
+    return set(re.split('[ _-]+', ' '.join(row[:2]).lower())) <= HEADER_WORDS
 
 def table_pairs(
     lines: Iterable[str], path: str | Path, skip_header: bool = False, left_out: Counter | None = None,
@@ -280,7 +303,10 @@ def table_pairs(
     """
     rows = table_rows(lines, path, left_out)
     if skip_header:
-        next(rows, None)
+        row = next(rows, (0, []))[1]
+        if row and not is_header(row):
+            warnings.warn(f'{path}: the first row does not look like a header ({row[0][:40]}, {row[1][:40]}), but '
+                          'skip_header leaves it out: if it is a sentence pair, put a header above it')
     numbered = None
     for number, row in rows:
         if numbered is None: # the first row decides

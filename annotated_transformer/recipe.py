@@ -4,12 +4,11 @@
 comparison can say about them."""
 
 __all__ = ['LENGTH_MULTIPLE', 'CAPTIONS', 'RECIPES', 'RunConfig', 'check_settings', 'recipe_for', 'model_config', 'default_run',
-           'run_tokenizer', 'versions', 'training_pairs', 'make_loaders', 'scale_residual_branches',
-           'copy_trained_weights', 'new_model', 'overwrites_its_start', 'rehearse', 'open_run', 'train_translator',
-           'locked_run', 'search_settings', 'save_scored']
+           'run_tokenizer', 'training_pairs', 'make_loaders', 'scale_residual_branches', 'copy_trained_weights',
+           'new_model', 'overwrites_its_start', 'rehearse', 'open_run', 'train_translator', 'locked_run',
+           'search_settings', 'save_scored']
 
 import math
-import platform
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,12 +19,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-import annotated_transformer
 from .attention import MultiHeadAttention
 from .batches import Batch, encode_pairs
 from .bpe_dropout import dropout_pairs
 from .checkpoints import build_model, copy_weights, load_model, save_model
-from .corpora import Corpus, CorpusConfig, load_corpus
+from .corpora import TEXT_OPTIONS, Corpus, CorpusConfig, load_corpus
 from .distributed import Processes, usable_device
 from .files import read_json
 from .kernels import accelerate
@@ -37,7 +35,7 @@ from .relative_positions import RELATIVE_POSITIONS, RelativeConfig
 from .run_evaluation import Evaluation, evaluate
 from .run_folder import (
     claim_folder, differences, is_finished, lock_folder, settings_dict, starts_over)
-from .run_log import tensorboard_writer
+from .run_log import tensorboard_writer, versions
 from .train_config import TrainConfig
 from .trainer import Trainer
 from .transformer import PRESETS, TransformerConfig
@@ -118,6 +116,7 @@ RECIPES = {
     'multi30k-en-de': {'corpus': {'corpus': 'multi30k', 'pair': 'en-de'}, **CAPTIONS},
     'multi30k-de-en': {'corpus': {'corpus': 'multi30k', 'pair': 'de-en'}, **CAPTIONS},
     'multi30k-en-fr': {'corpus': {'corpus': 'multi30k', 'pair': 'en-fr'}, **CAPTIONS},
+    'medium': {'corpus': {'corpus': 'multi30k', 'pair': 'en-de'}, **CAPTIONS}, # another name, for your own files
     'small': {'corpus': {'corpus': 'toy-ende'}, 'preset': 'toy', # for your own files, minutes on a CPU
               'model': CAPTIONS['model'] | {'vocab_size': 4000, 'dropout': 0.1},
               'training': CAPTIONS['training'] | {'max_tokens': 1024, 'warmup_steps': 200, 'save_every': 200,
@@ -128,15 +127,18 @@ RECIPES = {
 }
 
 def recipe_for(corpus: CorpusConfig | str) -> str:
-    """Return the name of the recipe for a corpus; for a corpus without one, that of Multi30k.
+    """Return the name of the recipe for a corpus: for your own files the smallest, for others without one Multi30k's.
 
     :param corpus: a corpus, or its name
     """
-    if isinstance(corpus, CorpusConfig):
-        corpus = read_manifest(corpus.prepared)['corpus'] if corpus.prepared else corpus.corpus
-    for name, recipe in RECIPES.items():
-        if recipe['corpus']['corpus'] == corpus:
-            return name
+    name = corpus if isinstance(corpus, str) else corpus.corpus
+    if name in TEXT_OPTIONS:
+        return 'small'
+    if name == 'prepared': # a large corpus
+        name = read_manifest(corpus.prepared)['corpus']
+    for recipe, settings in RECIPES.items():
+        if settings['corpus']['corpus'] == name:
+            return recipe
     return 'multi30k-en-de'
 
 def model_config(preset: str, **changes) -> TransformerConfig | RelativeConfig:
@@ -206,15 +208,6 @@ def run_tokenizer(out: Path, config: RunConfig, corpus: Corpus, overwrite: bool 
                          f'tokenizer={config.tokenizer!r} and vocab_size={config.model.vocab_size} out')
     return tokenizer
 
-def versions() -> dict[str, str]:
-    "Return the software versions and the machine, for a record."
-    import sacrebleu
-    import tokenizers
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return {'annotated_transformer': annotated_transformer.__version__, 'torch': torch.__version__,
-            'sacrebleu': sacrebleu.__version__, 'tokenizers': tokenizers.__version__,
-            'python': platform.python_version(), 'threads': str(torch.get_num_threads()), 'device': device}
-
 def training_pairs(config: RunConfig, corpus: Corpus, tokenizer: Tokenizer):
     "Return what the loader reads: ids in memory, a function that encodes each epoch anew, or ids on disk."
     max_len = config.model.max_len
@@ -277,7 +270,7 @@ def new_model(
 
     Raises ValueError if `start_from` holds another model, and says what differs.
 
-    :param device: 'cpu', 'cuda', ...; default: a GPU if there is one
+    :param device: 'cpu', 'cuda', ...; default: a CUDA GPU if there is one
     :return: the model, and metrics for the first row of the log
     """
     torch.manual_seed(config.training.seed)
@@ -336,11 +329,13 @@ def train_translator(
 
     Raises ValueError if another process uses `out`, or if its settings or data differ from those of `config`.
 
+    :param config: everything that decides what the run does; `default_run` recommends one
     :param out: the run's folder; the same settings resume there, and may move a limit
     :param overwrite: start over, and delete the run that `out` holds
+    :param progress_bar: show it on the standard error stream
     :param on_log: called with all rows of the log after each new row
     :param processes: that train together; `init_process_group()` under torchrun
-    :param device: 'cpu', 'cuda', ...; default: a GPU if there is one
+    :param device: 'cpu', 'cuda', ...; default: a CUDA GPU if there is one
     :param on_start: called before the first step
     """
     out = Path(out)
@@ -394,7 +389,7 @@ def save_scored(
     "Score a trained model on the validation set, with all processes of the run, and write its folder."
     if progress_bar:
         print('scoring the validation set', file=sys.stderr)
-    scores, _ = evaluate(translator, corpus['val'], progress_bar, trainer.processes)
+    scores, _ = evaluate(translator, corpus['val'], trainer.processes, progress_bar=progress_bar)
     progress = asdict(trainer.progress)
     progress['epochs'] = trainer.progress.epoch + trainer.progress.batch / len(trainer.loader)
     translator.training |= {'run': settings_dict(config), 'progress': progress, 'val': asdict(scores),

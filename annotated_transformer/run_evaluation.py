@@ -8,25 +8,28 @@ __all__ = ['N_SAMPLES', 'N_TIMED', 'evaluate', 'Evaluation']
 import time
 
 from torch import nn
+from typing_extensions import Unpack
 
 from .distributed import Processes
 from .scoring import Scores, score
+from .text_streams import TranslateSettings
 from .translator import Translator
 from .vocabulary import Tokenizer
 
 def evaluate(
-    translator: Translator, pairs: list[tuple[str, str]], progress_bar: bool = False,
-    processes: Processes = Processes(), **options,
+    translator: Translator, pairs: list[tuple[str, str]], processes: Processes = Processes(),
+    **settings: Unpack[TranslateSettings],
 ) -> tuple[Scores, list[str]]:
     """Translate a split and score it against its references (section 6.1).
 
+    :param translator: translates with its own search settings, unless others are given
     :param pairs: source and reference
     :param processes: that share the sentences
-    :param options: of `Translator.translate`: beam_size, length_penalty, ...
+    :param settings: of `Translator.translate`: beam_size, length_penalty, progress_bar, ...
     :return: scores, and the translations that were scored
     """
     share = [src for src, _ in processes.share(pairs)]
-    translations = processes.gather(translator.translate(share, progress_bar=progress_bar, **options))
+    translations = processes.gather(translator.translate(share, **settings))
     return score(translations, [tgt for _, tgt in pairs]), translations
 
 N_SAMPLES = 3 # validation sentences whose translations are shown during training

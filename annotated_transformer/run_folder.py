@@ -379,9 +379,9 @@ def check_model_folder(folder: Path, names: Sequence[str] = MODEL_FILES) -> None
         problem = 'is not a model folder: it does not exist'
         if re.fullmatch(r'[\w-][\w.-]*/[\w.-]+', folder.as_posix()):
             problem += ' (if it is a name on the Hugging Face Hub: Translator.from_pretrained, or hf download)'
-    elif checkpoints:
+    elif checkpoints and not is_model_folder(folder):
         problem = f'holds a run that has not finished: wait, or use its newest checkpoint, {checkpoints[-1]}'
-    elif (folder / 'run.json').is_file():
+    elif (folder / 'run.json').is_file() and not is_model_folder(folder):
         problem = 'holds a run that has not finished, and has no checkpoint yet'
     elif models and not is_model_folder(folder):
         problem += f', but it holds model folders: use {folder / models[-1]}'

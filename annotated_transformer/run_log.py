@@ -3,9 +3,11 @@
 """The log of a run: what a training run reports while it works, how long it will take, and how it stops when you
 press Ctrl-C."""
 
-__all__ = ['RunLog', 'tensorboard_writer', 'seconds_left', 'Interrupted', 'catch_signals', 'should_stop_early', 'best_name']
+__all__ = ['RunLog', 'tensorboard_writer', 'versions', 'seconds_left', 'Interrupted', 'catch_signals', 'should_stop_early',
+           'best_name']
 
 import math
+import platform
 import signal
 import sys
 import threading
@@ -14,6 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
+import annotated_transformer
 from .checkpoints import Progress, append_log, best_steps, read_log, truncate_log
 from .progress import Bar, new_bar
 
@@ -127,6 +132,15 @@ def tensorboard_writer() -> type:
     except ImportError:
         raise ValueError("TensorBoard is not installed: pip install 'annotated_transformer[tensorboard]'") from None
     return SummaryWriter
+
+def versions() -> dict[str, str]:
+    "Return the software versions and the machine, for a record."
+    import sacrebleu
+    import tokenizers
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return {'annotated_transformer': annotated_transformer.__version__, 'torch': torch.__version__,
+            'sacrebleu': sacrebleu.__version__, 'tokenizers': tokenizers.__version__,
+            'python': platform.python_version(), 'threads': str(torch.get_num_threads()), 'device': device}
 
 def seconds_left(fraction_done: float, seconds: float, seconds_after: float = 0.0) -> float | None:
     """Estimate the time until the end of a run.

@@ -19,7 +19,7 @@ from .checkpoints import kind_of, latest_checkpoint, read_log
 from .corpora import PATH_OPTIONS, TEXT_OPTIONS, Corpus
 from .files import read_json
 from .parallel_text import as_paths
-from .recipe import RunConfig, default_run, settings_dict
+from .recipe import RunConfig, default_run, recipe_for, settings_dict
 from .score_report import counted, table
 from .train_config import TrainConfig
 from .trainer import Trainer
@@ -107,13 +107,13 @@ def batch_sizes(training: TrainConfig, n_processes: int) -> str:
     return text
 
 def start_report(
-    config: RunConfig, out: Path, trainer: Trainer, corpus: Corpus, tokenizer: Tokenizer, recipe: str,
+    config: RunConfig, out: Path, trainer: Trainer, corpus: Corpus, tokenizer: Tokenizer, recipe: str | None,
 ) -> str:
     """Describe a training run before its first step.
 
     :param out: the run's folder
     :param trainer: before its first step
-    :param recipe: that the settings are compared with
+    :param recipe: that was chosen; None: that of the corpus
     """
     loader = trainer.loader
     steps = math.ceil(len(loader) / config.training.batches_per_step)
@@ -132,7 +132,10 @@ def start_report(
     source, target = map(language_name, corpus.langs)
     shown = 'val' if config.corpus.prepared else 'train' # of its training pairs, a prepared corpus has ids only
     first, second = first_pair(corpus[shown], corpus.langs)
-    changed = changed_settings(config, recipe)
+    usual = recipe or recipe_for(config.corpus)
+    is_small = not recipe and usual == 'small' and not config.start_from
+    hint = ' (--recipe medium: a larger model, for more time or a GPU)' if is_small else ''
+    changed = changed_settings(config, usual)
     rows = {
         'first pair': first,
         '': second,
@@ -140,9 +143,9 @@ def start_report(
         'left out': ', '.join(left_out),
         'vocabulary': f'{len(tokenizer):,} tokens ({tokenizer.kind}), shared by both languages',
         'model': f'{model_name(model.config)}, {n_parameters:,} parameters',
-        'settings': f'recipe {recipe}' + (f', changed: {"; ".join(changed)}' if changed else ''),
+        'settings': f'recipe {usual}{hint}' + (f', changed: {"; ".join(changed)}' if changed else ''),
         'batches': f'{batch_sizes(config.training, n_processes)}; steps per epoch: {steps:,}',
-        'ends after': limits(config),
+        'ends after': f'{limits(config)}; then it scores {counted(len(corpus["val"]), "validation pair")}',
         'device': f'{device}, {counted(torch.get_num_threads(), "thread")}, {config.training.precision}'
                   + (f', {n_processes} processes' if n_processes > 1 else ''),
         'files': f'{out}: the model, log.jsonl, and a checkpoint every {counted(config.training.save_every, "step")}',

@@ -63,16 +63,22 @@ class Interval:
     half_width: float
     signature: str
 
-def bleu_interval(translations: Sequence[str], references: Sequence[str], samples: int = 1000, **options) -> Interval:
+def bleu_interval(
+    translations: Sequence[str], references: Sequence[str], samples: int = 1000, lowercase: bool = False,
+    tokenize: str | None = None,
+) -> Interval:
     """Compute a confidence interval of BLEU. Raises ValueError for fewer than 40 samples.
 
+    :param translations: as for `score`
+    :param references: as for `score`
     :param samples: resampled test sets
-    :param options: of sacreBLEU's BLEU, such as lowercase=True
+    :param lowercase: ignore case
+    :param tokenize: sacreBLEU's tokenizer; 'none': tokenized text; None: '13a'
     """
     check_corpus(translations, references)
     if samples < 40: # each tail of 2.5% needs a sample
         raise ValueError(f'samples={samples} is too small for a 95% interval: choose at least 40')
-    metric = BLEU(**options)
+    metric = BLEU(lowercase=lowercase, tokenize=tokenize, force=tokenize == 'none') # no warning
     found = metric.corpus_score(list(translations), [list(references)], n_bootstrap=samples)
     return Interval(found._mean, found._ci, str(metric.get_signature())) # sacreBLEU's private names
 
@@ -108,7 +114,9 @@ def compare(
 ) -> Comparison:
     """Test a difference in BLEU by randomization. Raises ValueError as `check_corpus` does.
 
+    :param translations: as for `score`
     :param against: the baseline's translations of the same sentences
+    :param references: as for `score`
     :param samples: trials with random swaps
     """
     ours = bleu_counts(translations, references)

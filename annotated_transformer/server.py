@@ -140,6 +140,8 @@ def create_app(translator: Translator, config: ServerConfig = ServerConfig()):
 
     Raises ImportError without FastAPI.
 
+    :param translator: translates what is asked
+    :param config: address, limits, search settings
     :return: a FastAPI application
     """
     try:
@@ -256,6 +258,8 @@ def serve(
 ) -> None:
     """Serve until interrupted; requests in progress are finished. Raises ImportError without uvicorn.
 
+    :param translator: translates what is asked
+    :param config: address, limits, search settings
     :param on_start: is called with the address, once the server listens
     """
     try:

@@ -2,10 +2,10 @@
 
 """Text streams: translate files of any size: batch by length, read in buffers, and report bad lines."""
 
-__all__ = ['FLUSH', 'LINE_BREAK', 'MAX_NAMED', 'FLOAT_SETTINGS', 'RANGES', 'OTHER_NAMES', 'COUNTS', 'SAMPLING_SETTINGS',
-           'length_groups', 'buffered', 'to_text', 'ProblemCount', 'printable', 'warn', 'InputReport',
-           'SentenceSplitter', 'TranslateSettings', 'SampleSettings', 'require', 'require_pairs', 'with_prefixes',
-           'require_prefix', 'require_numbers', 'refuse_unknown', 'refuse_unnamed', 'changed_settings']
+__all__ = ['FLUSH', 'LINE_BREAK', 'MAX_NAMED', 'Text', 'Texts', 'FLOAT_SETTINGS', 'RANGES', 'OTHER_NAMES', 'COUNTS',
+           'SAMPLING_SETTINGS', 'length_groups', 'buffered', 'to_text', 'ProblemCount', 'printable', 'warn',
+           'InputReport', 'SentenceSplitter', 'TranslateSettings', 'SampleSettings', 'require', 'require_pairs',
+           'with_prefixes', 'require_prefix', 'require_numbers', 'refuse_unknown', 'refuse_unnamed', 'changed_settings']
 
 import difflib
 import math
@@ -232,6 +232,9 @@ class SentenceSplitter:
                 yield ' '.join(part for part in parts if part)
                 parts = []
                 self.n_sentences.popleft()
+
+Text = str | bytes # bytes: UTF-8
+Texts = list[str] | list[bytes] | list[Text] | tuple[Text, ...]
 
 class TranslateSettings(TypedDict, total=False):
     "The keyword arguments that `Translator.translate` and `translate_n_best` share; `translate` explains them."

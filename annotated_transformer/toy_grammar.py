@@ -280,9 +280,11 @@ def present(draft: Draft, verb: Verb, form: int, link: tuple, negation: tuple, a
         en = adverb.en + english_words(verb.en[1 if form == 1 else 0], link)
     return VerbGroup(en, Word(german_present(verb, form), link), rest)
 
-def do_or_does(
-    form: int, # from `agreement`
-) -> str:
+def do_or_does(form: int) -> str:
+    """Return the form of *do* that agrees with the subject.
+
+    :param form: from `agreement`
+    """
     return 'does' if form == 1 else 'do'
 
 @dataclass

@@ -179,7 +179,7 @@ class Train(Command):
     def recipe_name(cls, deciding: Mapping[str, Any]) -> str:
         "Return the recipe that options choose, or that of their corpus."
         folder = deciding.get('prepared')
-        corpus = read_manifest(folder)['corpus'] if folder else named_corpus(deciding)
+        corpus = CorpusConfig('prepared', prepared=folder) if folder else named_corpus(deciding)
         return deciding.get('recipe') or recipe_for(corpus or 'toy-ende')
 
     @classmethod
@@ -333,14 +333,14 @@ def train(
 ) -> Translator:
     """Train, and report on the run before its first step and after its last.
 
+    :param config: everything that decides what the run does
     :param out: the run's folder
     :param overwrite: start over
     :param processes: processes that train together
-    :param device: default: a GPU if there is one
+    :param device: default: a CUDA GPU if there is one
     :param recipe: recipe to compare the settings with; default: that of the corpus
     :param pair_is_assumed: True if `--pair` was left out
     """
-    recipe = recipe or recipe_for(config.corpus)
     is_main = processes.is_main_process
     if is_main and not overwrite:
         relabel(config, out)

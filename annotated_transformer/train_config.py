@@ -20,7 +20,7 @@ class TrainConfig:
     :param max_grad_norm: gradients with a larger norm are scaled down to it
     :param max_steps: stop after this many optimizer steps
     :param max_epochs: stop after this many epochs
-    :param max_minutes: stop after this many minutes of training, interruptions not counted
+    :param max_minutes: stop after this many minutes of training; pauses and final scoring are extra
     :param log_every: steps between lines of log.jsonl
     :param save_every: steps between validations, each with a checkpoint
     :param average_checkpoints: checkpoints to average at the end (section 6.1)

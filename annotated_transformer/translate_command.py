@@ -23,7 +23,7 @@ from .commands import (
 from .files import checksum
 from .inference import DecodingConfig
 from .line_translation import (
-    DirectOutput, PartialOutput, check_output, live_lines, skip_done)
+    END_OF_INPUT, DirectOutput, PartialOutput, check_output, live_lines, skip_done, typed_lines)
 from .parallel_text import raw_lines
 from .run_folder import lock_file
 from .score_report import counted
@@ -250,9 +250,8 @@ class Translate(Command):
         if sys.stdin is None:
             raise ValueError('there is no standard input: give sentences, or a file with --input')
         source, target = translator.tokenizer.langs
-        prompt = ''
         if sys.stdin.isatty():
             print(f'Type a sentence in the source language ({source}) and press Enter to translate it to {target}. '
-                  'Press Ctrl-D to stop.', file=sys.stderr)
-            prompt = f'{source}> '
-        return live_lines(sys.stdin.fileno(), prompt), None
+                  f'Press {END_OF_INPUT} to stop.', file=sys.stderr)
+            return typed_lines(sys.stdin.buffer, f'{source}> '), None
+        return live_lines(sys.stdin.fileno()), None

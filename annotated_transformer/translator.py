@@ -2,10 +2,9 @@
 
 """Translator: translate, score, sample and inspect with one object: text in, text out."""
 
-__all__ = ['SHIPPED', 'AnyTranslator', 'TextModel', 'Translation', 'decoded', 'translate_rows', 'translate_stream',
-           'ScoringModel', 'shared_copy', 'Translator']
+__all__ = ['SHIPPED', 'AnyTranslator', 'TextModel', 'Translation', 'translate_rows', 'translate_stream', 'ScoringModel',
+           'Translator']
 
-import copy
 import math
 import tempfile
 import warnings
@@ -24,7 +23,7 @@ from .batches import pad_rows
 from .checkpoints import save_model
 from .decoding import score_translations
 from .distributed import usable_device
-from .engines import CTranslate2Engine, PyTorchEngine, choose_engine
+from .engines import CTranslate2Engine, PyTorchEngine, choose_engine, decoded, shared_copy
 from .files import atomic_write, check_path, to_json
 from .hub import FILES, download_folder, upload_folder, write_model_card
 from .inference import DecodingConfig
@@ -33,8 +32,8 @@ from .kernels import accelerate
 from .progress import Bar, new_bar
 from .run_folder import check_new_model
 from .text_streams import (
-    InputReport, SampleSettings, TranslateSettings, buffered, changed_settings, length_groups, refuse_unknown,
-    refuse_unnamed, require, require_numbers, require_pairs, require_prefix, with_prefixes)
+    InputReport, SampleSettings, Text, Texts, TranslateSettings, buffered, changed_settings, length_groups,
+    refuse_unknown, refuse_unnamed, require, require_numbers, require_pairs, require_prefix, with_prefixes)
 from .vocabulary import BOS, EOS, UNK, Tokenizer
 
 SHIPPED = Path(str(files('annotated_transformer'))) / 'data/toy-ende' # the model that comes with the package
@@ -116,6 +115,7 @@ class TextModel:
     ) -> list[list[int]]:
         """Tokenize texts, and truncate them to the model's positions.
 
+        :param texts: sentences
         :param side: which language
         :param report: notes what is wrong with texts; default: warn here
         :return: ids; those of sources end in EOS
@@ -147,14 +147,6 @@ class Translation:
     text: str
     normalized_score: float
     log_prob: float
-
-def decoded(tokenizer: Tokenizer, ids: list[int], prefix: str, prefix_ids: list[int]) -> str:
-    "Return ids as text. A prefix with characters that the vocabulary lacks stays as it was given."
-    text = tokenizer.decode(ids)
-    decoded_prefix = tokenizer.decode(prefix_ids)
-    if UNK in prefix_ids and text.startswith(decoded_prefix):
-        return prefix.rstrip() + text[len(decoded_prefix):]
-    return text
 
 def translate_rows(
     translator: TextModel, rows: list[list[int]], prefixes: list[str], prefix_ids: list[list[int]],
@@ -273,7 +265,11 @@ class ScoringModel(TextModel):
         return results
 
     def perplexity(self, text: Sequence[str], translation: Sequence[str]) -> float:
-        "Return the perplexity per target token of given translations. Raises what `score` does."
+        """Return the perplexity per target token of given translations. Raises what `score` does.
+
+        :param text: a list or tuple of sentences
+        :param translation: one for each
+        """
         require(text, list, tuple)
         log_probs = self.score(text, translation)
         if not log_probs:
@@ -282,11 +278,6 @@ class ScoringModel(TextModel):
             warnings.simplefilter('ignore')
             n_tokens = sum(len(row) + 1 for row in self.encode(translation, 'tgt'))
         return math.exp(-sum(log_probs) / n_tokens)
-
-def shared_copy(model: nn.Module) -> nn.Module:
-    "Return a copy that shares all tensors: recording on it does not touch a model that other threads use."
-    memo = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    return copy.deepcopy(model, memo) # deepcopy does not copy what its memo holds
 
 AnyTranslator = TypeVar('AnyTranslator', bound='Translator')
 class Translator(ScoringModel):
@@ -299,7 +290,7 @@ class Translator(ScoringModel):
         """Load a model folder. Raises FileNotFoundError or ValueError that names the file at fault.
 
         :param folder: a model folder; default: the toy English-German model of the package
-        :param device: 'cpu', 'cuda', ...; default: a GPU if there is one
+        :param device: 'cpu', 'cuda', ...; default: a CUDA GPU if there is one
         :param engine: what decodes: 'pytorch', 'ctranslate2'; 'auto': CTranslate2 where that is possible
         :param compute_type: of CTranslate2: 'int8', ...
         """
@@ -318,7 +309,9 @@ class Translator(ScoringModel):
 
         :param name: a model folder, or a model's name on the Hugging Face Hub
         :param revision: branch, tag or commit on the Hub; default: the newest
-        :param device: as for `load`, like the next two
+        :param device: as for `load`
+        :param engine: as for `load`
+        :param compute_type: as for `load`
         """
         folder = check_path(name, 'name')
         if not folder.exists():
@@ -330,9 +323,9 @@ class Translator(ScoringModel):
     @overload
     def translate(self, text: str | bytes, **settings: Unpack[TranslateSettings]) -> str: ...
     @overload
-    def translate(self, text: list | tuple, **settings: Unpack[TranslateSettings]) -> list[str]: ...
+    def translate(self, text: Texts, **settings: Unpack[TranslateSettings]) -> list[str]: ...
     @overload
-    def translate(self, text: Iterable, **settings: Unpack[TranslateSettings]) -> Iterator[str]: ...
+    def translate(self, text: Iterable[Text], **settings: Unpack[TranslateSettings]) -> Iterator[str]: ...
     def translate(
         self, text, *unnamed, prefix: str | Iterable[str | None] | None = None, beam_size: int | None = None,
         length_penalty: float | None = None, length_penalty_offset: float | None = None,
@@ -379,7 +372,7 @@ class Translator(ScoringModel):
         self, text: str | bytes, n_best: int, **settings: Unpack[TranslateSettings]) -> list[Translation]: ...
     @overload
     def translate_n_best(
-        self, text: list | tuple, n_best: int, **settings: Unpack[TranslateSettings]) -> list[list[Translation]]: ...
+        self, text: Texts, n_best: int, **settings: Unpack[TranslateSettings]) -> list[list[Translation]]: ...
     @overload
     def translate_n_best(
         self, text: Iterable, n_best: int, **settings: Unpack[TranslateSettings]) -> Iterator[list[Translation]]: ...
@@ -393,6 +386,12 @@ class Translator(ScoringModel):
 
         :param text: as for `translate`
         :param n_best: translations of each sentence, at most `beam_size`
+        :param prefix: as for `translate`
+        :param batch_tokens: padded source tokens times beam size that are decoded at once
+        :param buffer_size: sentences of an iterable that are read and sorted together
+        :param on_error: 'skip' or 'stop'
+        :param progress_bar: show it on the standard error stream
+        :param total: number of sentences of an iterable, for the progress bar
         :param settings: as for `translate`: beam_size, length_penalty, ..., patience
         :return: list[Translation] for a sentence; a list or an iterator of such lists for many
         """
@@ -443,6 +442,8 @@ class Translator(ScoringModel):
     def explore(self, text: str, translation: str | None = None) -> Any:
         """Return the maps of `attention` as an interactive chart; its method `save` writes a file.
 
+        :param text: a sentence
+        :param translation: what the decoder reads; default: the model's own translation
         :return: shows itself in a notebook
         """
         from annotated_transformer.explorer import explore

@@ -56,7 +56,7 @@ def about() -> dict:
 def report_tokenized(translations: list[str], references: list[str]) -> dict:
     "Return what we measure of text that is lower-cased and tokenized already: BLEU as older papers compute it."
     bleu, signature = tokenized_bleu(translations, references)
-    interval = bleu_interval(translations, references, lowercase=True, tokenize='none', force=True)
+    interval = bleu_interval(translations, references, lowercase=True, tokenize='none')
     return {'lowercased_tokenized_bleu': bleu, 'lowercased_tokenized_signature': signature,
             'sentences': len(references), 'lowercased_tokenized_half_width': interval.half_width,
             'lowercased_tokenized_interval_signature': interval.signature}

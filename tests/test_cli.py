@@ -4,6 +4,7 @@ A new user tried version 0.1.0 and met thirteen severe or major problems; commen
 """
 import gzip
 import hashlib
+import io
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,15 +22,15 @@ from typing import get_args
 import pytest
 import torch
 
-from annotated_transformer import cli, model_commands, train_command
+from annotated_transformer import cli, model_commands, train_command, translate_command
 from annotated_transformer.checkpoints import list_checkpoints
 from annotated_transformer.cli import COMMANDS, main, parse
-from annotated_transformer.command_options import named_as_typed, plain_error
+from annotated_transformer.command_options import choices_of, metavar, named_as_typed, plain_error
 from annotated_transformer.commands import SEARCH, check_sentences
-from annotated_transformer.corpora import CORPORA, load_corpus
+from annotated_transformer.corpora import CORPORA, CorpusConfig, load_corpus
 from annotated_transformer.data_checks import likely_mistakes
 from annotated_transformer.inference import DecodingConfig
-from annotated_transformer.line_translation import PartialOutput, live_lines
+from annotated_transformer.line_translation import END_OF_INPUT, PartialOutput, live_lines
 from annotated_transformer.recipe import default_run
 from annotated_transformer.relative_positions import RELATIVE_POSITIONS
 from annotated_transformer.run_folder import lock_file, lock_folder
@@ -119,7 +121,7 @@ def test_every_option_is_explained_without_python(command, capsys):
     text = capsys.readouterr().out
     assert not re.search(r'None|ValueError|Raises|default: False|page \d|`|--\w+_', text)
     options = re.findall(r'^[│ ]{0,3}(--[a-z][\w-]*) *(?:PATH|INT|NUMBER|TEXT|\{[^}]*\})?(.*(?:\n[│ ]{10,}[^-│ ].*)*)', text, re.M)
-    expected = {'--config'} if command == 'prepare' else {'--config', '--device'} # nothing is computed on a device
+    expected = {'--config'} if command in ('prepare', 'download') else {'--config', '--device'} # nothing is computed on a device
     assert expected <= {option for option, _ in options}
     for option, explanation in options:
         words = re.findall('[a-z]{2,}', re.sub(r'\((?:default|required).*', '', explanation, flags=re.S))
@@ -151,6 +153,30 @@ def test_help_shows_the_defaults_that_apply(capsys, tmp_path):
     (tmp_path / 'model/training.json').write_text(json.dumps(record))
     text = helped(capsys, 'translate', '--model', str(tmp_path / 'model'))
     assert '(default: 7)' in text and re.search(r'--beam-patience NUMBER [^()]*\([^()]*\) \(default: 2.0\)', text)
+
+
+# where a command differs from the others: the first takes one file or several; the second is sensible only there
+DIFFERENT_KINDS = {('evaluate', 'tsv'), ('evaluate', 'src'), ('evaluate', 'tgt'), ('prepare', 'tokenizer')}
+
+
+def test_an_option_has_one_meaning_in_all_commands():
+    kinds = {}
+    for command in COMMANDS:
+        for name, option in cli.command_class(command).options({}).items():
+            choices = sorted({*choices_of(option.kind)} - {'prepared'}) # `prepare` cannot read what it has written
+            kind = (option.is_positional, choices or metavar(option))
+            kinds.setdefault(name, []).append((command, kind))
+    shared = {name: found for name, found in kinds.items() if len(found) > 1}
+    assert {'model', 'out', 'output', 'overwrite', 'pair', 'device', 'text'} <= shared.keys()
+    for name, found in shared.items():
+        assert len({str(kind) for command, kind in found if (command, name) not in DIFFERENT_KINDS}) == 1, (name, found)
+    options = {command: cli.command_class(command).options({}) for command in COMMANDS}
+    for command in ('evaluate', 'translate', 'attention', 'serve', 'export'): # which read one model
+        assert options[command]['model'].help.startswith("a model's folder")
+    for command in ('translate', 'attention'): # which read sentences
+        assert options[command]['text'].is_positional
+    assert all(('patience' in options[command]) == (command == 'train') for command in COMMANDS)
+    assert 'CUDA' in options['train']['device'].help and 'mps' in options['train']['device'].help
 
 
 def test_an_unknown_command_and_option_are_named(fails):
@@ -252,12 +278,12 @@ OWN = {'d_model': 32, 'n_layers': 1, 'norm': 'post', 'peak_lr': 0.002, 'max_toke
     ({'tsv': 'x.tsv'}, '--preset tiny', {'preset': 'tiny', 'd_model': '128', 'n_layers': '4'}), # also the recipe's preset
     ({'tsv': 'x.tsv'}, '--preset base --d-model 96', {'preset': 'base', 'd_model': '96', 'n_layers': '6', 'd_ff': '2048', 'n_heads': '8'}),
     ({'preset': 'base', 'tsv': 'x.tsv'}, '--max-steps 7', {'max_steps': '7'}),
-    ({'tsv': 'x.tsv', 'pair': 'en-fr'}, '--recipe small',
-     {'recipe': 'small', 'd_model': '128', 'n_layers': '2', 'norm': 'pre', 'peak_lr': '0.004', 'max_tokens': '1024', 'dropout': '0.1',
-      'vocab_size': '4000', 'warmup_steps': '200', 'save_every': '200', 'average_checkpoints': '3'}),
-    ({'preset': 'base', 'tsv': 'x.tsv'}, '--recipe small',
-     {'recipe': 'small', 'preset': 'None', 'd_model': '128', 'n_layers': '2', 'norm': 'pre', 'peak_lr': '0.004', 'max_tokens': '1024',
-      'dropout': '0.1', 'vocab_size': '4000', 'warmup_steps': '200', 'save_every': '200', 'average_checkpoints': '3', 'd_ff': '256',
+    ({'tsv': 'x.tsv', 'pair': 'en-fr'}, '--recipe medium',
+     {'recipe': 'medium', 'd_model': '128', 'n_layers': '4', 'norm': 'pre', 'peak_lr': '0.004', 'max_tokens': '2048', 'dropout': '0.3',
+      'vocab_size': '10000', 'warmup_steps': '400', 'save_every': '250', 'average_checkpoints': '10'}),
+    ({'preset': 'base', 'tsv': 'x.tsv'}, '--recipe medium',
+     {'recipe': 'medium', 'preset': 'None', 'd_model': '128', 'n_layers': '4', 'norm': 'pre', 'peak_lr': '0.004', 'max_tokens': '2048',
+      'dropout': '0.3', 'vocab_size': '10000', 'warmup_steps': '400', 'save_every': '250', 'average_checkpoints': '10', 'd_ff': '256',
       'n_heads': '4'}),
     ({}, '--tsv x.tsv', {'corpus': 'tsv', 'tsv': 'x.tsv', 'pair': 'None'}), # the file names no corpus, so its settings are for any
     ({'tsv': 'x.tsv', 'val_tsv': 'v.tsv'}, '--tsv y.tsv', {'tsv': 'y.tsv'}),
@@ -358,6 +384,27 @@ def test_a_corpus_is_found_by_its_files(tmp_path):
 
 
 # point 13 of the trial of 0.1.0
+def test_your_own_files_get_the_recipe_that_is_quick_on_a_cpu(tmp_path, capsys):
+    table = str(write_tsv(tmp_path / 'pairs.tsv'))
+    small = parse(['train', '--tsv', table, '--recipe', 'small']).run
+    assert small.model.n_layers == 2 and small.training.max_tokens == 1024
+    assert parse(['train', '--tsv', table]).run == small
+    files = parse(['train', '--src', table, '--tgt', table]).run
+    assert (files.model, files.training) == (small.model, small.training)
+    assert default_run(CorpusConfig('tsv', tsv=table)).model == small.model # in Python, too
+    medium = parse(['train', '--tsv', table, '--recipe', 'medium']).run
+    usual = default_run(recipe='multi30k-en-de')
+    assert (medium.model, medium.training) == (usual.model, usual.training)
+    assert parse(['train', '--corpus', 'multi30k']).run == usual
+    assert 'those of the recipe small' in helped(capsys, 'train', '--tsv', 'x.tsv')
+
+
+def test_a_large_prepared_corpus_does_not_get_the_small_recipe(tmp_path, run):
+    run('prepare', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--pair', 'en-de', '--out', tmp_path / 'ids', '--vocab-size', 300)
+    assert parse(['train', '--prepared', str(tmp_path / 'ids')]).run.training == default_run(recipe='medium').training
+
+
+# point 13 of the trial of 0.1.0
 def test_a_start_brings_sizes_and_languages(trained):
     command = parse(['train', '--start-from', str(trained), '--dropout', '0.25'])
     config = Translator.load(trained).model.config
@@ -375,7 +422,7 @@ def test_a_start_brings_sizes_and_languages(trained):
 def test_a_run_explains_itself(tmp_path, run, fails):
     args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'run', *SMALL]
     text = run(*args, '--threads', torch.get_num_threads(), '--device', 'cpu').out
-    for words in ('44 pairs with', '8 pairs to validate on', 'parameters', 'recipe multi30k-en-de, changed: ',
+    for words in ('44 pairs with', '8 pairs to validate on', 'parameters', 'recipe small (--recipe medium: a larger model',
                   '--d-model 32 (was 128)', 'tsv (pairs.tsv)', '20 steps', 'cpu', 'float32',
                   str(tmp_path / 'run'), 'the lower validation loss', 'validation', 'annotated-transformer evaluate --model'):
         assert words in text, words
@@ -383,7 +430,7 @@ def test_a_run_explains_itself(tmp_path, run, fails):
     again = run(*args).out
     assert 'was already finished' in again and '--overwrite' in again
     assert hashes(tmp_path / 'run') == before
-    assert '--warmup-steps was 400 and is now 9' in fails(*args, '--warmup-steps', 9)
+    assert '--warmup-steps was 200 and is now 9' in fails(*args, '--warmup-steps', 9)
     assert hashes(tmp_path / 'run') == before
     assert 'resumes     after step 20' in run(*args, '--max-steps', 30).out
 
@@ -465,7 +512,7 @@ def test_a_label_changes_only_with_the_same_settings_and_data(tmp_path, run, fai
     assert '8 pairs to validate on, 3 to test on' in ' '.join(run(*args, '--pair', 'en-de').out.split())
     before = hashes(tmp_path / 'run')
     message = fails(*args, '--pair', 'en-fr', '--dropout', 0.25)
-    assert '--dropout was 0.3 and is now 0.25)' in message and 'labelled' not in message
+    assert '--dropout was 0.1 and is now 0.25)' in message and 'labelled' not in message
     assert "(--test-tsv was 'given' and is now not set)" in fails(*args[:3], *args[5:], '--pair', 'en-fr')
     write_tsv(test, [('the wolf sings .', 'WOLF sing t !')] * 3)
     assert 'has changed' in fails(*args, '--pair', 'en-fr')
@@ -474,6 +521,21 @@ def test_a_label_changes_only_with_the_same_settings_and_data(tmp_path, run, fai
     printed = run(*args, '--pair', 'de-en')
     assert 'now labelled de-en' in printed.out and 'only the label has changed' in printed.err
     assert 'only the label' not in run(*args, '--pair', 'de-fr').err
+
+
+def test_the_likely_pair_names_no_language_that_cannot_be_judged(tmp_path, run):
+    french = [(f'the dog is in the house {i}', f'le chien est dans la maison et les chats {i}') for i in range(40)]
+    printed = run('train', '--tsv', write_tsv(tmp_path / 'pairs.tsv', french), '--pair', 'de-cs', '--out', tmp_path / 'run', *SMALL,
+                  '--max-steps', 1)
+    assert 'look like en-fr, not de-cs: if they are, use --pair en-fr' in printed.err
+    assert '; then it scores 4 validation pairs' in ' '.join(printed.out.split())
+
+
+def test_a_finished_model_without_its_tokenizer_is_not_an_unfinished_run(trained, fails, tmp_path):
+    shutil.copytree(trained, tmp_path / 'run')
+    (tmp_path / 'run/tokenizer.json').unlink()
+    message = fails('translate', '--model', tmp_path / 'run', 'A sentence.')
+    assert 'it has no tokenizer.json' in message and 'not finished' not in message
 
 
 def test_pairs_in_other_languages_are_warned_about(tmp_path, run):
@@ -600,6 +662,10 @@ class Pipe:
     def isatty(self):
         return self.is_terminal
 
+    @property
+    def buffer(self):
+        return os.fdopen(self.reader, 'rb')
+
 
 def test_every_line_has_a_line(monkeypatch, run):
     monkeypatch.setattr(sys, 'stdin', Pipe('The cat sleeps.\n\n  \n☃ naïve\r\nThe dog sleeps.'.encode()))
@@ -610,10 +676,32 @@ def test_every_line_has_a_line(monkeypatch, run):
 
 
 def test_a_terminal_gets_a_prompt(monkeypatch, run):
-    monkeypatch.setattr(sys, 'stdin', Pipe(b'The cat sleeps.\n', is_terminal=True))
-    printed = run('translate')
-    assert printed.out == 'Die Katze schläft.\n'
-    assert 'Ctrl-D' in printed.err and 'en> ' in printed.err
+    assert END_OF_INPUT == ('Ctrl-Z and Enter' if os.name == 'nt' else 'Ctrl-D')
+    for keys in ('Ctrl-D', 'Ctrl-Z and Enter'):
+        monkeypatch.setattr(translate_command, 'END_OF_INPUT', keys)
+        monkeypatch.setattr(sys, 'stdin', Pipe('The cat sleeps.\r\n☃ naïve\n'.encode(), is_terminal=True))
+        printed = run('translate')
+        assert printed.out.splitlines()[0] == 'Die Katze schläft.' and len(printed.out.splitlines()) == 2
+        assert f'Press {keys} to stop' in printed.err and printed.err.count('en> ') == 3
+
+
+def test_output_is_utf8_whatever_the_system_writes():
+    environment = os.environ | {'PYTHONIOENCODING': 'cp1252', 'PYTHONUTF8': '0'} # as on Windows for files and pipes
+    done = subprocess.run([sys.executable, '-m', 'annotated_transformer', 'translate', '--prefix', 'Łódź', '--engine', 'pytorch'],
+                          input='Łódź ☃ naïve\n'.encode(), capture_output=True, cwd=ROOT, env=environment, timeout=120)
+    assert done.returncode == 0 and done.stdout.decode('utf-8').startswith('Łódź'), done.stderr
+    assert 'unknown to the tokenizer' in done.stderr.decode('utf-8') and '☃' in done.stderr.decode('utf-8')
+
+
+def test_a_terminal_keeps_its_encoding_and_never_fails(monkeypatch):
+    class Terminal(io.TextIOWrapper):
+        def isatty(self):
+            return True
+    screen = Terminal(io.BytesIO(), encoding='cp1252')
+    monkeypatch.setattr(sys, 'stdout', screen)
+    cli.use_utf8()
+    print('Łódź ü', end='', flush=True)
+    assert screen.encoding == 'cp1252' and screen.buffer.getvalue().decode('cp1252') == '?ód? ü'
 
 
 def test_lines_are_passed_on_as_they_arrive():
@@ -680,6 +768,25 @@ def interrupt_after(monkeypatch, n, error=KeyboardInterrupt):
                 raise error
             yield result
     monkeypatch.setattr(Translator, 'translate_n_best', stops)
+
+
+# point 4 of the trial of 0.1.0
+@pytest.mark.skipif(os.name == 'nt', reason='Windows has no SIGTERM that a program can catch')
+def test_sigterm_keeps_what_a_program_has_translated(tmp_path):
+    (tmp_path / 'in.txt').write_text('The cat sleeps.\nThe dog sleeps.\n' * 20_000)
+    command = [sys.executable, '-m', 'annotated_transformer', 'translate', '--input', tmp_path / 'in.txt', '--output', tmp_path / 'out.txt',
+               '--engine', 'pytorch', '--beam-size', '1']
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=os.environ | {'OMP_NUM_THREADS': '1'})
+    partial = tmp_path / 'out.txt.partial'
+    deadline = time.monotonic() + 120
+    while not (partial.exists() and partial.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    lines = partial.read_text(encoding='utf-8').splitlines()
+    assert process.returncode == 143 and len(lines) > 60 and set(lines) == {'Die Katze schläft.', 'Der Hund schläft.'}
+    message = f'interrupted; {len(lines):,} translations are in {partial}: run the same command again to continue'
+    assert message in errors and not (tmp_path / 'out.txt').exists()
 
 
 # point 4 of the trial of 0.1.0
@@ -949,7 +1056,7 @@ def test_chosen_weights_are_the_lower_of_two_and_the_lowest_of_three():
 def test_a_run_that_ends_too_soon_says_so(tmp_path, run):
     args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--out', tmp_path / 'run', *SMALL]
     text = run(*args, '--max-steps', 5, '--save-every', 250).out
-    assert 'only 5 steps in all: choose at most 5 for --save-every (now 250) and --warmup-steps (now 400)' in text
+    assert 'only 5 steps in all: choose at most 5 for --save-every (now 250) and --warmup-steps (now 200)' in text
 
 
 def test_nothing_is_left_when_nothing_was_translated(tmp_path, fails):
@@ -1104,9 +1211,9 @@ def test_attention_is_a_page(run, fails, tmp_path):
     (['average'], 'RUN is missing (folder of a training run). Example: annotated-transformer average runs/mine'),
     (['average', '--model', 'MODEL'], 'RUN is written without --model'),
     (['average', '--run', 'MODEL'], 'RUN is written without --run'),
-    (['export', '--model', 'MODEL', '--to', 'marian', '--out', 'x'], 'MODEL is written without --model'),
-    (['export'], 'MODEL, --to and --out are missing. Example: annotated-transformer export runs/mine --to'),
-    (['export', 'MODEL', '--to', 'marian'], '--out is missing (new folder). Example:'),
+    (['export', 'MODEL', '--to', 'marian', '--out', 'x'], "--model is missing (a model's folder)"),
+    (['export'], '--model, --to and --out are missing. Example: annotated-transformer export --model runs/mine --to'),
+    (['export', '--model', 'MODEL', '--to', 'marian'], '--out is missing (new folder). Example:'),
 ])
 def test_what_was_meant_is_shown(fails, tmp_path, args, message):
     table = write_tsv(tmp_path / 'pairs.tsv')
@@ -1204,13 +1311,13 @@ def test_demo(tmp_path, monkeypatch, run):
 
 
 def test_export_and_import(trained, tmp_path, fails, run):
-    message = fails('export', trained, '--to', 'marian', '--out', tmp_path / 'x')
+    message = fails('export', '--model', trained, '--to', 'marian', '--out', tmp_path / 'x')
     assert "kind='relative' with positions='rotary': Marian can only represent transformer" in message
     assert message.endswith('for Marian, train one with --norm post --positions sinusoidal')
     assert 'nothing' in fails('import-marian', tmp_path / 'nothing', '--out', tmp_path / 'y')
     assert not (tmp_path / 'y').exists()
-    assert '--quantization int8' in fails('export', SHIPPED, '--to', 'marian', '--out', tmp_path / 'x', '--quantization', 'int8')
-    run('export', SHIPPED, '--to', 'marian', '--out', tmp_path / 'marian')
+    assert '--quantization int8' in fails('export', '--model', SHIPPED, '--to', 'marian', '--out', tmp_path / 'x', '--quantization', 'int8')
+    run('export', '--model', SHIPPED, '--to', 'marian', '--out', tmp_path / 'marian')
     assert (tmp_path / 'marian/config.json').is_file()
 
 
@@ -1222,10 +1329,10 @@ def test_help_says_what_marian_needs_and_such_a_model_is_exported(tmp_path, run,
     assert helped(capsys, 'train', '--tsv', 'x.tsv').lower().count('for export to marian') == 2
     args = ['train', '--tsv', write_tsv(tmp_path / 'pairs.tsv'), '--pair', 'en-de', *SMALL, '--max-steps', 2]
     run(*args, '--out', tmp_path / 'a', '--norm', 'post', '--positions', 'sinusoidal')
-    run('export', tmp_path / 'a', '--to', 'marian', '--out', tmp_path / 'marian')
+    run('export', '--model', tmp_path / 'a', '--to', 'marian', '--out', tmp_path / 'marian')
     assert (tmp_path / 'marian/model.safetensors').is_file()
     run(*args, '--out', tmp_path / 'b', '--architecture', 'recurrent')
-    message = fails('export', tmp_path / 'b', '--to', 'marian', '--out', tmp_path / 'x')
+    message = fails('export', '--model', tmp_path / 'b', '--to', 'marian', '--out', tmp_path / 'x')
     assert message.endswith('train one with --architecture transformer --norm post --positions sinusoidal')
 
 

@@ -3,6 +3,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import random
 import shutil
 import sys
@@ -717,11 +718,52 @@ def test_unknown_files_of_multi30k_are_named(split, lang):
     with pytest.raises(ValueError, match=f"has no '{split}' in '{lang}': choose a split of train, val"):
         downloads.read_multi30k(split, lang)
 
+# trial of the second version, major 1
+def test_a_first_row_that_is_no_header_is_not_left_out_silently(tmp_path):
+    table = write(tmp_path/'pairs.tsv', 'English\tGerman\nGo!\tGeh!\nRun!\tLauf!\n'.encode())
+    test = write(tmp_path/'test.tsv', 'Stop!\tHalt!\nWait!\tWarte!\n'.encode())
+    corpus = load_corpus('tsv', tsv=table, test_tsv=test, val_tsv=table, skip_header=True)
+    message = r'test.tsv: the first row does not look like a header \(Stop!, Halt!\), but skip_header'
+    with pytest.warns(UserWarning, match=message) as caught:
+        assert corpus['test'] == [('Wait!', 'Warte!')]
+    assert not [w for w in caught if 'pairs.tsv' in str(w.message)]
+
 @needs_pooch
 def test_no_network(net, monkeypatch):
     monkeypatch.setattr(downloads, 'MULTI30K_MIRRORS', ('http://127.0.0.1:9',)) # the discard port: nobody listens
-    with pytest.raises(OSError, match='could not download val.en.gz: .*--data-dir'):
+    with pytest.raises(OSError, match='could not download val.en.gz: 127.0.0.1:9 does not answer. Check the network .*--data-dir'):
         load_corpus('multi30k')['val']
+
+@needs_pooch
+def test_one_command_downloads_multi30k_and_shows_its_license(net, monkeypatch, tmp_path, capsys):
+    from annotated_transformer.cli import main
+    for split in list(MULTI30K_LINES):
+        if split not in ('val', 'test_2016_flickr'):
+            monkeypatch.delitem(MULTI30K_LINES, split)
+    monkeypatch.setitem(MULTI30K_LINES, 'test_2016_flickr', 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(downloads, 'MULTI30K_MIRRORS', ('http://127.0.0.1:9',))
+        with pytest.raises(SystemExit):
+            main(['download', '--pair', 'de-en', '--out', str(tmp_path/'captions')])
+        message = r'annotated-transformer: could not download .* does not answer. Check the network .*\n' # one line
+        assert re.fullmatch(message, capsys.readouterr().err)
+        assert not (tmp_path/'captions').exists()
+    names = [f'test_2016_flickr.{lang}.gz' for lang in ('en', 'de')]
+    sums = downloads.multi30k_sums() | {name: downloads.multi30k_sums()[f'val{name[16:]}'] for name in names}
+    monkeypatch.setattr(downloads, 'multi30k_sums', lambda: sums)
+    for name in names:
+        monkeypatch.setitem(FILES, name, FILES[f'val{name[16:]}'])
+    main(['download', '--pair', 'de-en', '--out', str(tmp_path/'captions')])
+    shown = ' '.join(capsys.readouterr().out.split())
+    assert 'non-commercial research and education only' in shown and 'val.tsv 2 pairs' in shown
+    assert '--test-tsv' in shown and 'German to English' in shown
+    assert (tmp_path/'captions/val.tsv').read_text('utf-8') == 'Zwei Hunde.\tTwo dogs.\nEin Kätzchen.\tA cat.\n'
+    assert 'non-commercial' in (tmp_path/'captions/LICENSE.txt').read_text('utf-8')
+    assert sorted(path.name for path in (tmp_path/'captions').iterdir()) == ['LICENSE.txt', 'test_2016_flickr.tsv', 'val.tsv']
+    for options, message in ({}, 'exists'), ({'--pair': 'en-cs', '--out': 'x'}, "has no language 'cs'"), ({'--pair': 'de'}, '--pair de'):
+        with pytest.raises(SystemExit):
+            main(['download', *(word for row in ({'--out': str(tmp_path/'captions')} | options).items() for word in row)])
+        assert message in capsys.readouterr().err
 
 @needs_pooch
 def test_no_folder_for_a_download(net, tmp_path):

@@ -1,11 +1,14 @@
 "Models that leave and enter: the same numbers and tokens in PyTorch, transformers and CTranslate2."
 import json
 import shutil
+import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from torch import nn
 
@@ -17,6 +20,7 @@ from marian_folders import PAIRS, random_sources, random_targets, write_marian
 
 from annotated_transformer import interop
 from annotated_transformer.checkpoints import build_model
+from annotated_transformer.cli import parse_values
 from annotated_transformer.inference import DecodingConfig
 from annotated_transformer.interop import (export_ctranslate2, export_marian, from_torch_transformer, import_marian,
                                            to_torch_transformer)
@@ -28,6 +32,8 @@ from annotated_transformer.transformer import TransformerConfig
 from annotated_transformer.translator import SHIPPED, Translator
 from annotated_transformer.vocabulary import (BOS, EOS, PAD, SPECIALS, UNKNOWN, BytePairTokenizer, WordTokenizer,
                                               load_tokenizer)
+
+ROOT = Path(__file__).resolve().parents[1]
 
 pytestmark = pytest.mark.filterwarnings('ignore:Recommended. pip install sacremoses', 'ignore:enable_nested_tensor')
 BPE = BytePairTokenizer.train(
@@ -263,6 +269,45 @@ def test_ctranslate2_gives_our_log_probabilities(tmp_path, config):
         logits[:, [PAD, BOS]] = -torch.inf
         wanted = logits.log_softmax(-1).gather(1, torch.tensor(target + [EOS])[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(found.log_probs), wanted, atol=1e-4, rtol=1e-4)
+
+
+# point 8 of the trial of 0.1.0
+def test_your_own_program_translates_as_we_do_with_the_stated_settings(tmp_path):
+    words = [pair.src.split() for pair in toy_ende('test_long', n=60)]
+    hard = [' '.join(row[1::2] + row[::2]) for row in words] # on easy sentences, all settings agree
+    folder = export_ctranslate2(SHIPPED, tmp_path / 'exported')
+    tokenizer = load_tokenizer(folder / 'tokenizer.json')
+    program = ctranslate2.Translator(str(folder), intra_threads=1)
+    rows = [tokenizer.tokens(ids) for ids in tokenizer.encode_batch(hard, 'en')]
+    def decoded(**settings):
+        return [tokenizer.join(result.hypotheses[0]) for result in program.translate_batch(rows, **settings)]
+    ours, theirs = 'length_penalty=1, length_penalty_offset=0, patience=1', 'length_penalty=1, patience=1'
+    options = '--length-penalty 1 --length-penalty-offset 0 --beam-patience 1'
+    guide, page = [(ROOT / 'nbs' / name).read_text(encoding='utf-8')
+                   for name in ('34_your_own_data.ipynb', '33_other_implementations.ipynb')]
+    assert options in guide and options in page and ours in page and f'beam_size=4, {theirs}' in guide
+    _, command = parse_values(['translate', *options.split(), 'A sentence.'])
+    settings = {'length_penalty': command['length_penalty'], 'patience': command['beam_patience'],
+                'length_penalty_offset': command['length_penalty_offset']}
+    assert settings == eval(f'dict({ours})')
+    translator = Translator.load(device='cpu', engine='pytorch')
+    expected = translator.translate(hard, beam_size=4, **settings)
+    differ = sum(a != b for a, b in zip(decoded(beam_size=4, **eval(f'dict({theirs})')), expected, strict=True))
+    assert differ <= 1
+    assert sum(a != b for a, b in zip(decoded(beam_size=4), translator.translate(hard))) >= 5 # the defaults differ
+
+
+# point 8 of the trial of 0.1.0
+def test_your_own_program_reads_the_tokenizer_without_pytorch(tmp_path):
+    folder = export_ctranslate2(SHIPPED, tmp_path / 'exported')
+    code = ('import sys; from annotated_transformer.vocabulary import load_tokenizer; '
+            'tokenizer = load_tokenizer(sys.argv[1]); ids = tokenizer.encode("The dog sleeps.", "en"); '
+            'print(tokenizer.decode(ids), "torch" in sys.modules)')
+    done = subprocess.run([sys.executable, '-c', code, folder / 'tokenizer.json'], capture_output=True, text=True)
+    assert done.stdout.strip() == 'The dog sleeps. False', done.stderr
+    stored = json.loads((folder / 'tokenizer.json').read_text(encoding='utf-8')) # what page 33 says
+    assert tokenizers.Tokenizer.from_str(json.dumps(stored['tokenizer'])).get_vocab_size() == len(load_tokenizer(
+        folder / 'tokenizer.json'))
 
 
 @pytest.mark.parametrize('quantization', ['float32', 'float16', 'int8', 'int8_float16'])

@@ -127,6 +127,20 @@ def test_final_evaluation_is_expected_from_the_samples(finished):
     assert evaluation.bleu(translator.model) == {}
 
 
+# point 10 of the trial of 0.1.0
+def test_the_time_left_of_a_run_includes_its_evaluation_which_says_what_it_does(table, tmp_path, capsys):
+    logs = []
+    train_translator(make_run(table), tmp_path / 'run', on_start=lambda trainer, *_: logs.append(trainer.log))
+    assert logs[0].seconds_after_training > 0 # from the samples
+    printed = capsys.readouterr().err
+    assert printed.index('step 10') < printed.index('scoring the validation set')
+
+
+def test_help_says_that_scoring_takes_more_than_the_minutes_of_training():
+    from annotated_transformer.command_options import field_texts
+    assert 'final scoring' in field_texts(TrainConfig)['max_minutes']
+
+
 def test_evaluation_translates_and_scores(finished):
     _, _, translator = finished
     pairs = [('the dog is old', 'das Hund ist alt'), ('red tree', 'rot Baum')]

@@ -13,13 +13,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec('basedpyright'), reason='needs basedpyright')
 
+def copied_code(text):
+    "The Python blocks of a text, which readers copy."
+    return re.findall(r'^```(?:python|py)\n(.*?)^```', text, re.DOTALL | re.MULTILINE)
+
 def readme_code():
-    return '\n'.join(re.findall(r'```python\n(.*?)```', (ROOT/'README.md').read_text(), re.DOTALL))
+    return '\n'.join(copied_code((ROOT/'README.md').read_text(encoding='utf-8')))
 
 def guide_code():
-    "The cells of the guide that use the library, without IPython's commands."
-    cells = [cell.source for cell in nbformat.read(ROOT/'nbs/34_your_own_data.ipynb', 4).cells
-             if cell.cell_type == 'code']
+    "All Python of the guide: its cells, without IPython's commands, and the blocks in its text."
+    cells = []
+    for cell in nbformat.read(ROOT/'nbs/34_your_own_data.ipynb', 4).cells:
+        cells += [cell.source] if cell.cell_type == 'code' else copied_code(cell.source)
     lines = '\n'.join(cells).splitlines()
     return '\n'.join(re.sub(r'^(\s*)[%!].*', r'\1pass', line) for line in lines)
 
@@ -38,6 +43,8 @@ assert_type(Mine.from_pretrained('name'), Mine)
 assert_type(translator.translate('Hi.', beam_size=1), str)
 assert_type(translator.translate(['Hi.'], prefix=['Da']), list[str])
 assert_type(translator.translate(open('sentences.txt')), Iterator[str])
+assert_type(translator.translate(('Hi.', b'You.')), list[str])
+assert_type(translator.translate(open('sentences.txt', 'rb')), Iterator[str])
 assert_type(translator.translate_n_best('Hi.', 4), list[Translation])
 assert_type(translator.translate_n_best(['Hi.'], 4), list[list[Translation]])
 assert_type(translator.sample('Hi.', temperature=0.5, seed=1, max_extra_tokens=9), str)
@@ -47,7 +54,8 @@ assert_type(translator.score(['Hi.'], ['Hallo.']), list[float])
 '''
 
 MISTAKES = ["translator.translate('Hi.', beam=4)", "translator.translate('Hi.', beam_size='4')",
-            'translator.translate(None)', "translator.translate('Hi.').text", "translator.translate('Hi.', 'de')",
+            'translator.translate(None)', 'translator.translate([5])', 'translator.translate([None])',
+            "translator.translate('Hi.').text", "translator.translate('Hi.', 'de')",
             "translator.sample('Hi.', 3)", "translator.sample('Hi.', n=3)", "Translator('runs/first')",
             "translator.save('mine', True)", "translator.score('Hi.', 'Hallo.', 64)"]
 START = ['from annotated_transformer.translator import Translator', 'translator = Translator.load()']
@@ -74,7 +82,8 @@ def errors(tmp_path_factory):
 # point 6 of the trial of 0.1.0
 @pytest.mark.parametrize('name, code', [('readme', readme_code), ('guide', guide_code)])
 def test_the_code_that_people_copy(errors, name, code):
-    assert 'Translator.load' in code()
+    assert 'Translator.load(' in code()
+    assert "Translator.load('runs/first')" in guide_code() # which stands in its text
     assert errors[name] == []
 
 def test_functions_return_what_the_checker_sees(errors):
