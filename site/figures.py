@@ -2,7 +2,7 @@
 
 A record with BLEU scores, and one with a function below, shows what was measured; any other one its first numbers.
 """
-from statistics import mean
+from statistics import geometric_mean, mean
 
 
 def decimals(value, digits=2):
@@ -157,6 +157,12 @@ def recurrent(record, part):
         return [f"{model}: best learning rate {min(losses, key=losses.get)}, val loss {min(losses.values()):.2f}"
                 for model, losses in record['val_loss'].items()]
     found = {}
+    if part == 'gradients':
+        for run in record['runs']:
+            near, far = (run['after']['norms'][distance] for distance in (1, 20))
+            found.setdefault(run['model'], []).append(far / near)
+        return [f'{model}: gradient at distance 20, relative to distance 1: {geometric_mean(ratios):.2g}'
+                for model, ratios in found.items()]
     minutes = max(run['minutes'] for run in record['runs'])
     for run in record['runs']:
         if run['minutes'] < minutes:
