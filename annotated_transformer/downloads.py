@@ -3,8 +3,8 @@
 """Downloads: download Multi30k with verified checksums, and WMT 2014 with `datasets`."""
 
 __all__ = ['MULTI30K_LANGS', 'MULTI30K_LINES', 'MULTI30K_COMMIT', 'MULTI30K_MIRRORS', 'MULTI30K_SUMS', 'MULTI30K_LICENSE',
-           'WMT14_LANGS', 'WMT14_SPLITS', 'cache_dir', 'check_sha256', 'download', 'multi30k_sums', 'multi30k_file',
-           'read_multi30k', 'write_multi30k', 'wmt14_files', 'stream_wmt14']
+           'WMT14_LANGS', 'WMT14_SPLITS', 'WMT14_REVISION', 'cache_dir', 'check_sha256', 'download', 'multi30k_sums',
+           'multi30k_file', 'read_multi30k', 'write_multi30k', 'wmt14_files', 'stream_wmt14']
 
 import os
 import sys
@@ -165,6 +165,7 @@ def write_multi30k(folder: str | Path, langs: tuple[str, str], data_dir: str | P
 
 WMT14_LANGS = ('cs', 'de', 'fr', 'hi', 'ru') # each with English
 WMT14_SPLITS = {'train': 'train', 'val': 'validation', 'test': 'test'} # our name of a split: the name in `datasets`
+WMT14_REVISION = 'b199e406369ec1b7634206d3ded5ba45de2fe696' # commit of the dataset wmt/wmt14 on the Hugging Face Hub
 
 def wmt14_files(split: str, name: str, data_dir: str | Path) -> tuple[str, list[str]]:
     """Find the files of a split of WMT 2014 in a folder. Raises FileNotFoundError if there are none.
@@ -202,7 +203,7 @@ def stream_wmt14(split: str, langs: tuple[str, str], data_dir: str | Path | None
     if files:
         rows = load_dataset(kind, data_files=files, split='train', streaming=True) # 'train': its name for unnamed files
     else:
-        rows = load_dataset('wmt/wmt14', name, split=split)
+        rows = load_dataset('wmt/wmt14', name, revision=WMT14_REVISION, split=split)
     for batch in rows.iter(batch_size=1000):
         for row in batch.get('translation') or [{}]: # [{}] leads to the error below
             if not row.keys() >= set(langs):

@@ -25,6 +25,7 @@ import numpy as np
 import annotated_transformer
 from .corpora import PATH_OPTIONS, TEXT_OPTIONS, Corpus, CorpusConfig, load_corpus
 from .data_checks import warn_of_mistakes
+from .downloads import WMT14_REVISION
 from .files import atomic_folder, atomic_write, checksum, read_json, to_json
 from .parallel_text import as_paths
 from .prepared import FORMAT, check_prepared, datasets_library, read_manifest
@@ -273,6 +274,8 @@ def make_plan(config: PrepareConfig) -> dict:
     tokenizer = {name: settings[name] for name in names}
     if config.tokenizer_file:
         tokenizer = {'sha256': checksum(config.tokenizer_file)['sha256']}
+    if config.corpus.corpus == 'wmt14' and not config.corpus.data_dir:
+        corpus['revision'] = WMT14_REVISION # there are no files to hash: the commit says which text this is
     inputs = {}
     for name, record in data_record(config.corpus).items():
         inputs[name] = record | {'path': str(Path(record['path']).resolve())}

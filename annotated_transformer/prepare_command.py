@@ -36,6 +36,10 @@ def prepared_report(out: Path, manifest: dict) -> str:
     source, target = map(language_name, langs)
     first, second = first_pair(read_split(out, 'val'), langs)
     files = [Path(record['path']).name for record in manifest['inputs'].values()]
+    inputs = f'{", ".join(files)}; {out / "manifest.json"} has the hashes' if files else manifest['corpus']
+    revision = manifest['settings']['corpus'].get('revision')
+    if revision:
+        inputs += f', revision {revision} on the Hugging Face Hub'
     left_out = [f'{count:,} {reason}' for reason, count in manifest['dropped'].items() if count]
     tokenizer = read_json(out / 'tokenizer.json')['kind']
     splits = [f'{size:,} for {split}' for split, size in manifest['splits'].items()]
@@ -47,7 +51,7 @@ def prepared_report(out: Path, manifest: dict) -> str:
         'left out': ', '.join(left_out),
         'held out': ', '.join(splits),
         'tokenizer': f'{tokenizer}, {out / "tokenizer.json"}',
-        'inputs': f'{", ".join(files) or manifest["corpus"]}; {out / "manifest.json"} has the hashes',
+        'inputs': inputs,
         'next': f'annotated-transformer train --prepared {shlex.quote(str(out))}',
     }
     return table(f'{source} to {target} ({manifest["pair"]}) is prepared in {out}', rows)

@@ -24,6 +24,7 @@ from annotated_transformer import toy_languages
 from annotated_transformer.batches import encode_pairs
 from annotated_transformer.cli import main
 from annotated_transformer.corpora import CorpusConfig, load_corpus
+from annotated_transformer.downloads import WMT14_REVISION
 from annotated_transformer.files import read_json
 from annotated_transformer.large_corpora import PrepareConfig, WordCache, prepare, write_shard
 from annotated_transformer.loader import TrainingLoader
@@ -334,6 +335,25 @@ def test_other_settings_or_text_need_another_folder(config, tmp_path):
         run(config, tmp_path / 'mine')
     with pytest.raises(ValueError, match='mine is not a prepared corpus'):
         read_manifest(tmp_path / 'mine')
+
+
+def test_the_manifest_names_the_revision_of_a_download(tmp_path, monkeypatch, capsys):
+    import datasets
+    revisions = []
+    def load_dataset(path, name, revision, split):
+        assert (path, name) == ('wmt/wmt14', 'de-en')
+        revisions.append(revision)
+        rows = {'train': PAIRS, 'validation': PAIRS[:7], 'test': PAIRS[7:9]}[split]
+        return datasets.Dataset.from_list([{'translation': {'de': de, 'en': en}} for en, de in rows])
+    monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
+    command = ['prepare', '--corpus', 'wmt14', '--out', str(tmp_path / 'out'), '--vocab-size', '200', '--num-proc', '1']
+    main(command)
+    manifest = read_manifest(tmp_path / 'out')
+    assert set(revisions) == {manifest['settings']['corpus']['revision']} == {WMT14_REVISION}
+    said = ' '.join(capsys.readouterr().out.split())
+    assert f'wmt14, revision {WMT14_REVISION}' in said and 'has the hashes' not in said
+    monkeypatch.setattr(module, 'WMT14_REVISION', 40 * '0')
+    assert f"corpus.revision was '{WMT14_REVISION}' and is now '{40 * '0'}'" in fails(capsys, *command)
 
 
 def test_a_folder_of_another_version_must_be_prepared_again(prepared, tmp_path):
