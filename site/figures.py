@@ -49,6 +49,13 @@ def bugs(record):
             f"{len(record['bugs']['correct']['failed'])} alarms on the correct model"]
 
 
+def more_bugs(record):
+    planted = [row for name, row in record['bugs'].items() if not name.endswith(': correct')]
+    correct = [row for name, row in record['bugs'].items() if name.endswith(': correct')]
+    return [f"{sum(bool(row['failed']) for row in planted)} of {len(planted)} planted bugs found",
+            f"{sum(bool(row['failed']) for row in correct)} alarms on {len(correct)} correct models"]
+
+
 def claims(record):
     cases = record['cases']
     runs = [run for case in cases.values() for run in case['runs']]
@@ -119,6 +126,14 @@ def kills(record):
 def large_corpus(record):
     return [f"{size['pairs'] / 1e6:,.0f} million pairs: prepared in {size['prepare_minutes']:.1f} minutes, "
             f"training in {size['train_peak_mb']:,.0f} MB" for size in record['metrics']['sizes']]
+
+
+def own_experiment(record):
+    losses = {}
+    for name, loss in record['values'].items():
+        losses.setdefault(name.split(', seed')[0], []).append(loss)
+    return [f'{name}: loss {mean(values):.3f}, mean of {len(values)} seeds' for name, values in losses.items()
+            if len(values) > 50]
 
 
 def mbr(record):
@@ -212,9 +227,10 @@ PICKERS = {
     'attention-adversaries': attention_adversaries, 'bugs': bugs, 'claims': claims, 'complexity': complexity,
     'data-sizes': data_sizes, 'decode-speed': decode_speed, 'errors': errors, 'gender-path': gender_path,
     'head-orders': head_orders, 'heads': heads, 'inference': inference, 'kills': kills, 'large-corpus': large_corpus,
-    'mbr': mbr, 'paired': paired, 'positions': positions, 'recipe': recipe, 'serving': serving, 'site': site,
-    'toy-errors': toy_errors, 'train-speed': train_speed, 'train-speed-gpu-base': train_speed,
-    'train-speed-gpu-big': train_speed, 'vocabulary-size': vocabulary_size,
+    'mbr': mbr, 'more-bugs': more_bugs, 'own-experiment': own_experiment, 'paired': paired, 'positions': positions,
+    'recipe': recipe, 'serving': serving, 'site': site, 'toy-errors': toy_errors,
+    'train-speed': train_speed, 'train-speed-gpu-base': train_speed, 'train-speed-gpu-big': train_speed,
+    'vocabulary-size': vocabulary_size,
 }
 
 
