@@ -21,6 +21,7 @@ import claims
 import errors
 import head_orders
 import mbr
+import own_experiment
 import paired
 import recipe
 import record
@@ -518,3 +519,17 @@ def test_all_of_the_recurrent_comparison_is_one_command(tmp_path, monkeypatch):
     recurrent.main()
     assert done == [({'LSTM, additive': 0.02, recurrent.GENERAL: recurrent.GENERAL_RATE}, recurrent.SEEDS, 1.2),
                     'gradients']
+
+
+# --- a reader's own experiment
+
+def test_long_runs_of_page_47_are_kept_as_they_finish(tmp_path, monkeypatch):
+    page = tmp_path / 'page.ipynb'
+    sources = ["import sys\nif 'google.colab' in sys.modules: 1 / 0", '%load_ext jaxtyping\nrecorded = {}',
+               "recorded['loss'] = 0.123456789\nrecorded['pilot'] = [[1.0000001]]", "raise SystemExit('stopped')"]
+    page.write_text(json.dumps({'cells': [{'cell_type': 'code', 'source': source} for source in sources]}))
+    monkeypatch.setattr(own_experiment, 'RECORD', tmp_path / 'record.json')
+    with pytest.raises(SystemExit, match='stopped'):
+        own_experiment.run_page(own_experiment.code_of(page))
+    found = json.loads((tmp_path / 'record.json').read_text())
+    assert found['values'] == {'loss': 0.12346, 'pilot': [[1.0]]} and found['machine'] and found['command']
