@@ -35,7 +35,7 @@ test-python: $(READY)  ## pytest, for what a page cannot show
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(TESTERS) --dist loadfile --no-loadscope-reorder tests
 
 test-slow: $(READY)  ## what `make test` leaves out because it takes long
-	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --flags slow --file_re '^(47|63)_' --n_workers $(WORKERS) --timing
+	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --flags slow --file_re '^63_' --n_workers $(WORKERS) --timing
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -ra -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow tests
 
 lab: $(READY)  ## read and edit the pages in JupyterLab
