@@ -32,8 +32,8 @@ def comet_scores(
     """Score translations with a COMET model on disk, without downloads.
 
     Raises ImportError or ValueError as `check_comet` does, ValueError if the numbers of lines differ or there are
-    none, and OSError
-    if the files of the encoder are not in the cache of Hugging Face.
+    none,
+    and OSError if the files of the encoder are not in the cache of Hugging Face.
 
     :param folder: of a COMET model
     :param device: default: a GPU if there is one
