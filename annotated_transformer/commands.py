@@ -20,6 +20,7 @@ from typing import Any, Literal
 import tyro
 
 from .checkpoints import training_record
+from .comet_score import check_comet, comet_report, comet_scores
 from .command_options import Command, Common, Option
 from .corpora import CORPORA, TEXT_OPTIONS, CorpusConfig, load_corpus
 from .data_checks import warn_of_mistakes
@@ -119,6 +120,7 @@ class Scored:
     :param name: of the test set, or of the file of translations
     :param lang: target language
     :param references: one for each translation
+    :param sources: one for each translation; empty if there are none
     :param metrics: of a model: perplexity and speed
     :param groups: of toy EN-DE: scores by grammatical phenomenon
     """
@@ -126,6 +128,7 @@ class Scored:
     lang: str
     translations: list[str]
     references: list[str]
+    sources: list[str]
     metrics: dict[str, float] = field(default_factory=dict)
     groups: dict[str, Scores] = field(default_factory=dict)
 
@@ -150,6 +153,7 @@ class Evaluate(SearchCommand):
     :param references: references of --translations, line by line
     :param against: another system's translations of the same sentences, to compare
     :param tokenized_references: references that are lowercased and tokenized already, as some papers use
+    :param comet: also score with the COMET model in this folder; for --translations, add --src
     :param samples: random draws for intervals and p-values; 0: leave both out
     :param pair: source and target language (left out: the model's; for --translations: en-de)
     :param data_dir: folder with the files of multi30k or wmt14
@@ -169,6 +173,7 @@ class Evaluate(SearchCommand):
     references: Path | None = None
     against: Path | None = None
     tokenized_references: Path | None = None
+    comet: Path | None = None
     samples: int = 1000
     pair: str | None = None
     data_dir: Path | None = None
@@ -180,7 +185,8 @@ class Evaluate(SearchCommand):
     GROUPS = {
         '': ('', ('model', 'tsv', 'skip_header', 'src', 'tgt', 'corpus', 'split', 'beam_size', 'output', 'overwrite',
                   'json', 'plot', 'engine', 'compute_type', 'device', 'threads', 'config', 'save_config')),
-        'comparison': ('', ('translations', 'references', 'against', 'tokenized_references', 'samples')),
+        'comparison': ('', ('translations', 'references', 'against', 'tokenized_references', 'comet',
+                           'samples')),
         'corpus': ('', ('pair', 'data_dir')),
         'search': SEARCH,
     }
@@ -192,7 +198,10 @@ class Evaluate(SearchCommand):
 
     def __call__(self) -> None:
         self.check()
-        others = {path: list(stream_lines(path)) for path in (self.against, self.tokenized_references) if path}
+        paths = [self.against, self.tokenized_references]
+        if self.translations:
+            paths.append(self.src)
+        others = {path: list(stream_lines(path)) for path in paths if path}
         scored = self.given_translations(others) if self.translations else self.model_translations(others)
         if self.output:
             write_lines(self.output, (line.encode() + b'\n' for line in scored.translations))
@@ -201,17 +210,26 @@ class Evaluate(SearchCommand):
         found = report(scored.translations, scored.references, scored.lang, self.samples, against, tokenized,
                        scored.groups)
         found |= scored.metrics
+        if self.comet:
+            scores = comet_scores(self.comet, scored.sources, scored.translations, scored.references,
+                                  chosen_device(self.common), not self.json)
+            found |= comet_report(self.comet, scores)
         if self.plot:
             save_plot(self.plot, scored.name, found)
         print(json.dumps(found) if self.json else describe(scored.name, found))
+        if self.comet and not self.json:
+            print(f'  COMET {found["comet"]:.4f} ({found["comet_signature"]})')
 
     def check(self) -> None:
         "Raise ValueError for options that do not go together, before any work is done."
         if (self.translations is None) != (self.references is None):
             raise ValueError('--translations and --references go together: one is missing')
-        if self.translations and (self.model or self.tsv or self.src or self.corpus or self.split):
+        has_data = self.tsv or self.tgt or self.corpus or self.split or (self.src and not self.comet)
+        if self.translations and (self.model or has_data):
             raise ValueError('--translations are scored without a model and a corpus: leave the options for these out')
-        if (self.src is None) != (self.tgt is None):
+        if self.translations and self.comet and not self.src:
+            raise ValueError('--comet also reads the sources of --translations, which are missing: add --src')
+        if not self.translations and (self.src is None) != (self.tgt is None):
             raise ValueError('--src and --tgt go together: one is missing')
         if (self.tsv or self.src) and self.split:
             raise ValueError('--split chooses a part of a corpus, but all pairs of your own files are scored: '
@@ -226,6 +244,8 @@ class Evaluate(SearchCommand):
             raise ValueError(f'{self.plot} must end in {", ".join(PICTURES)}')
         if self.plot:
             require_matplotlib()
+        if self.comet:
+            check_comet(self.comet)
         inputs = [self.translations, self.references, self.against, self.tokenized_references, self.tsv, self.src,
                   self.tgt]
         for path in filter(None, (self.output, self.plot)):
@@ -258,18 +278,19 @@ class Evaluate(SearchCommand):
     def given_translations(self, others: dict[Path, list[str]]) -> Scored:
         """Read translations by any system, and their references.
 
-        :param others: the lines of --against and --tokenized-references, by file
+        :param others: the lines of --against, --tokenized-references and --src, by file
         """
         paths = (self.translations, self.references)
         pairs = zip_lines(list(stream_lines(paths[0])), list(stream_lines(paths[1])), paths)
         check_lines(others, len(pairs))
         lang = (self.pair or 'en-de').split('-')[-1]
-        return Scored(str(self.translations), lang, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        return Scored(str(self.translations), lang, [pair[0] for pair in pairs], [pair[1] for pair in pairs],
+                      others.get(self.src, []))
 
     def model_translations(self, others: dict[Path, list[str]]) -> Scored:
         """Translate with the model, and measure its perplexity on the references and its speed.
 
-        :param others: the lines of --against and --tokenized-references, by file
+        :param others: the lines of --against, --tokenized-references and --src, by file
         """
         translator = load(self.model, self.common, self.engine)
         langs = tuple(translator.tokenizer.langs)
@@ -302,7 +323,7 @@ class Evaluate(SearchCommand):
         }
         is_toy = corpus.name == 'toy-ende' and langs == ('en', 'de') and split != 'train' # train may be cleaned
         groups = phenomenon_scores(split, translations) if is_toy else {}
-        return Scored(name, langs[1], translations, references, metrics, groups)
+        return Scored(name, langs[1], translations, references, sources, metrics, groups)
 
 def check_lines(files: dict[Path, list[str]], n_references: int) -> None:
     "Raise ValueError unless each file has one line for each reference."

@@ -3,11 +3,13 @@
 """Kernels: replace attention, dropout and the output layer's loss with faster functions, and check that the results
 agree."""
 
-__all__ = ['SHORT', 'SMALL', 'fused_attention', 'is_faster_unfused', 'smoothed_loss_and_gradient', 'ChunkedLoss', 'chunked_loss',
-           'linear_cross_entropy', 'summed_loss', 'validate', 'FastDropout', 'accelerate', 'fused_qkv',
-           'suitable_threads', 'r_drop_loss_and_gradient', 'r_drop_loss', 'LossModule']
+__all__ = ['SHORT', 'SMALL', 'ONEDNN_CACHES', 'CACHE_CAPACITY', 'fused_attention', 'is_faster_unfused',
+           'smoothed_loss_and_gradient', 'ChunkedLoss', 'chunked_loss', 'linear_cross_entropy', 'summed_loss',
+           'validate', 'FastDropout', 'accelerate', 'fused_qkv', 'suitable_threads', 'r_drop_loss_and_gradient',
+           'r_drop_loss', 'bound_onednn_caches', 'LossModule']
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -297,6 +299,17 @@ def r_drop_loss(
     hidden = torch.stack([hidden1, hidden2], dim=1).flatten(0, 1)
     return chunked_loss(both_passes, hidden, weight, bias, targets, chunk_size, rows_per_token=2)
 
+ONEDNN_CACHES = ('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'LRU_CACHE_CAPACITY') # of oneDNN, and of PyTorch's layer above it
+CACHE_CAPACITY = 32 # compiled operations that each of them keeps
+
+def bound_onednn_caches() -> None:
+    """Bound the memory of oneDNN, which computes products in bfloat16 on a CPU and compiles each for its shapes.
+
+    It has no effect after the first such product of the process, or where the environment sets the variables.
+    """
+    for name in ONEDNN_CACHES:
+        os.environ.setdefault(name, str(CACHE_CAPACITY))
+
 class LossModule(nn.Module):
     """A model and its training loss as one module, so that it can be wrapped for many processes.
 
@@ -308,6 +321,8 @@ class LossModule(nn.Module):
         self.model = model
         self.label_smoothing = config.label_smoothing
         self.bfloat16 = config.precision == 'bfloat16'
+        if self.bfloat16 and model.lm_head.weight.device.type == 'cpu':
+            bound_onednn_caches()
         self.r_drop = 0.0    # the trainer sets it
         self.hidden_states = model.hidden_states
         self.r_drop_loss_and_gradient = r_drop_loss_and_gradient

@@ -1,5 +1,9 @@
 "The fast functions return what the reference functions return, gradients included."
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -191,3 +195,56 @@ def test_accelerate_leaves_other_attention_functions_alone():
     function = mha.attention_fn
     accelerate(mha)
     assert mha.attention_fn is function
+
+
+@pytest.mark.parametrize('device, precision, lru_capacity, expected', [
+    ('cpu', 'bfloat16', None, ['32', '32']),
+    ('cpu', 'bfloat16', '7', ['32', '7']),
+    ('cpu', 'float32', None, [None, None]),
+    ('meta', 'bfloat16', None, [None, None])])
+def test_the_caches_of_onednn_are_bounded_in_bfloat16_on_a_cpu(monkeypatch, device, precision, lru_capacity, expected):
+    for name in kernels.ONEDNN_CACHES:
+        monkeypatch.setenv(name, '') # so that it is restored afterwards
+        del os.environ[name]
+    if lru_capacity:
+        monkeypatch.setenv('LRU_CACHE_CAPACITY', lru_capacity)
+    with torch.device(device):
+        model = Transformer(TransformerConfig(**SIZES))
+    LossModule(model, TrainConfig(precision=precision))
+    assert [os.environ.get(name) for name in kernels.ONEDNN_CACHES] == expected
+
+
+GROW = '''
+import torch
+from annotated_transformer.kernels import bound_onednn_caches
+def resident_mib():
+    return int(next(line for line in open('/proc/self/status') if line.startswith('VmRSS')).split()[1]) // 1024
+weight = torch.randn(256, 128)
+weight @ torch.randn(128, 8)
+if %s:
+    bound_onednn_caches()
+weight = weight.bfloat16()
+torch.nn.functional.linear(torch.randn(9, 128).bfloat16(), weight)
+before = resident_mib()
+for n in range(10, 700):
+    torch.nn.functional.linear(torch.randn(n, 128).bfloat16(), weight)
+print(resident_mib() - before)
+'''
+
+
+def growth_mib(bounded):
+    "Return the memory that 690 shapes need in a new process."
+    environment = {name: value for name, value in os.environ.items() if name not in kernels.ONEDNN_CACHES}
+    done = subprocess.run([sys.executable, '-c', GROW % bounded], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='memory is read from /proc')
+def test_memory_does_not_grow_with_every_new_shape():
+    "The variables are set after `import torch` and after a product in float32, and still in time."
+    unbounded = growth_mib(bounded=False)
+    if unbounded < 100:
+        pytest.skip('this CPU does not compile products in bfloat16')
+    assert growth_mib(bounded=True) < unbounded / 4
