@@ -76,6 +76,11 @@ def decode_speed(record):
     return ['sentences per second with beam 4 and batches of 64', *found]
 
 
+def engines(record):
+    return [f"{name}: BLEU {row['bleu']:.2f}, {row['same']:,} of {record['sentences']:,} translations as with PyTorch's "
+            'default search' for name, row in record['metrics'].items()]
+
+
 def errors(record):
     kinds = {name: mean(kind['shares']) for name, kind in record['kinds'].items()}
     found = [f'{name}: {100 * share:.1f}%' for name, share in sorted(kinds.items(), key=lambda kind: -kind[1])[:4]]
@@ -210,7 +215,8 @@ def vocabulary_size(record):
 
 PICKERS = {
     'attention-adversaries': attention_adversaries, 'bugs': bugs, 'claims': claims, 'complexity': complexity,
-    'data-sizes': data_sizes, 'decode-speed': decode_speed, 'errors': errors, 'gender-path': gender_path,
+    'data-sizes': data_sizes, 'decode-speed': decode_speed, 'engines': engines, 'errors': errors,
+    'gender-path': gender_path,
     'head-orders': head_orders, 'heads': heads, 'inference': inference, 'kills': kills, 'large-corpus': large_corpus,
     'mbr': mbr, 'paired': paired, 'positions': positions, 'recipe': recipe, 'serving': serving, 'site': site,
     'toy-errors': toy_errors, 'train-speed': train_speed, 'train-speed-gpu-base': train_speed,
