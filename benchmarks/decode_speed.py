@@ -349,17 +349,6 @@ def arguments():
         args.thread_counts = [1]
     return args
 
-def cpu_flags():
-    info = Path('/proc/cpuinfo')
-    lines = info.read_text().splitlines() if info.exists() else []
-    flags = next((line.split(':')[1].split() for line in lines if line.startswith('flags')), [])
-    return [flag for flag in flags if flag.startswith(('avx', 'amx', 'sse4', 'fma'))]
-
-def cpu_model():
-    info = Path('/proc/cpuinfo')
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), 'unknown')
-
 def main():
     args = arguments()
     if args.worker:
@@ -367,7 +356,7 @@ def main():
     import transformers
     from annotated_transformer.checkpoints import load_model
     from annotated_transformer.files import checksum, read_json
-    from record import RESULTS, about
+    from record import RESULTS, about, cpu_model
     name = args.name or ('decode-speed' if not args.size else f'decode-speed-{args.size}')
     out = args.out or RESULTS / f'{name}.json'
     with tempfile.TemporaryDirectory() as folder:
@@ -378,7 +367,7 @@ def main():
                      'model': asdict(load_model(prepared['model']).config)}
         record = {'name': name, **about(), 'metrics': [], 'settings': settings,
                   'weights_sha256': checksum(Path(prepared['model']) / 'model.safetensors')['sha256'],
-                  'cpu_model': cpu_model(), 'cpu_flags': cpu_flags()}
+                  'cpu_model': cpu_model()}
         record['versions'] |= {'transformers': transformers.__version__}
         if args.device == 'cpu':
             import ctranslate2

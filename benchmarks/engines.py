@@ -9,6 +9,7 @@ of translations that equal those of PyTorch, and what kind the others are: PyTor
 the score of the other engine's is the same up to rounding (a tie), lower or higher.
 """
 import argparse
+import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -52,6 +53,7 @@ def rescore(translator: Translator, row: list[int], ids: list[int], config: Deco
     limit = min(len(row) + config.max_extra_tokens, translator.model.config.max_len)
     targets = torch.tensor(ids if len(ids) >= limit else [*ids, EOS])
     logits = translator.model(pad_rows([row]), torch.tensor([[BOS, *targets[:-1]]]))[0]
+    logits[:, :EOS] = -math.inf # PAD and BOS, as in a search
     log_prob = logits.log_softmax(-1)[torch.arange(len(targets)), targets].sum().item()
     return normalized_score(log_prob, len(targets), config.length_penalty, config.length_penalty_offset)
 

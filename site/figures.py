@@ -219,8 +219,7 @@ PICKERS = {
     'gender-path': gender_path,
     'head-orders': head_orders, 'heads': heads, 'inference': inference, 'kills': kills, 'large-corpus': large_corpus,
     'mbr': mbr, 'paired': paired, 'positions': positions, 'recipe': recipe, 'serving': serving, 'site': site,
-    'toy-errors': toy_errors, 'train-speed': train_speed, 'train-speed-gpu-base': train_speed,
-    'train-speed-gpu-big': train_speed, 'vocabulary-size': vocabulary_size,
+    'toy-errors': toy_errors, 'train-speed': train_speed, 'vocabulary-size': vocabulary_size,
 }
 
 
@@ -244,6 +243,9 @@ def main_figures(name, record, part=''):
         return scores(record)
     if name == 'recurrent':
         return recurrent(record[part], part)
+    for kind in ('decode-speed', 'train-speed'): # records of several sizes, devices and versions
+        if name.startswith(kind):
+            return PICKERS[kind](record)
     if name in PICKERS:
         return PICKERS[name](record)
     return first_numbers(record[part] if part else record)
