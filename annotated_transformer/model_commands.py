@@ -166,8 +166,8 @@ class Serve(SearchCommand):
         'max_bytes': 'bytes in one request; a request with more is refused with status 413',
         'max_attention': 'requests for attention weights that may wait; one beyond that is refused with status 429',
         'timeout': 'seconds for one request; one that takes longer gets status 408 or 504',
-        'beam_patience': 'stop when this many times --beam-size hypotheses have finished, as CTranslate2 and Marian do; '
-                         'inf: when no active one can win, as translate does: slower, and slightly better',
+        'beam_patience': 'stop when this many times --beam-size hypotheses have finished, as CTranslate2 and Marian '
+                         'do; inf: when no active one can win, as translate does: slower, and slightly better',
     }
     EXAMPLE = 'annotated-transformer serve --model runs/mine --port 8000'
     GROUPS = {
