@@ -77,7 +77,7 @@ def decode_speed(record):
 
 
 def engines(record):
-    return [f"{name}: BLEU {row['bleu']:.2f}, {row['same']:,} of {record['sentences']:,} translations those of PyTorch"
+    return [f"{name}: BLEU {row['bleu']:.2f}, {row['same']:,} of {record['sentences']:,} sentences as in PyTorch"
             for name, row in record['metrics'].items()]
 
 

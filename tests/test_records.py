@@ -522,6 +522,14 @@ def test_all_of_the_recurrent_comparison_is_one_command(tmp_path, monkeypatch):
                     'gradients']
 
 
+def test_every_record_names_the_instructions_of_the_processor(monkeypatch):
+    lines = 'model name\t: A processor\nflags\t\t: fpu sse4_1 avx2 avx512_bf16 amx_bf16 fma\nmodel name\t: B\nflags\t\t: avx\n'
+    monkeypatch.setattr(record.Path, 'read_text', lambda path: lines)
+    found = record.about()
+    assert found['cpu_flags'] == ['sse4_1', 'avx2', 'avx512_bf16', 'amx_bf16', 'fma']
+    assert found['machine'].startswith('A processor, ')
+
+
 # --- engines.py
 
 def test_engines_are_compared_on_a_test_set():
