@@ -3,11 +3,12 @@
 """The commands `evaluate` and `attention`: score a model, draw its attention, and use the helpers that commands
 share."""
 
-__all__ = ['SEARCH', 'CORPUS_NAMES', 'NAMES', 'TEXTS', 'NO_SPACES', 'own_decoding', 'SearchCommand', 'EngineOptions', 'load',
-           'check_own_data', 'own_corpus', 'Scored', 'Evaluate', 'check_lines', 'search_settings', 'is_folder',
-           'check_sentences', 'Attention']
+__all__ = ['SEARCH', 'CORPUS_NAMES', 'NAMES', 'TEXTS', 'NO_SPACES', 'own_decoding', 'without_infinity', 'SearchCommand',
+           'EngineOptions', 'load', 'check_own_data', 'own_corpus', 'Scored', 'Evaluate', 'check_lines',
+           'search_settings', 'is_folder', 'check_sentences', 'Attention']
 
 import json
+import math
 import os
 import re
 import sys
@@ -47,8 +48,8 @@ NAMES = {'patience': 'beam_patience'} # train has --patience, with another meani
 
 TEXTS = {
     'beam_size': 'hypotheses kept for each sentence; 1 is greedy search, the fastest',
-    'beam_patience': 'stop when this many times --beam-size hypotheses have finished (left out: when no active one '
-                     'can win)',
+    'beam_patience': 'stop when this many times --beam-size hypotheses have finished (left out, or inf: when no '
+                     'active one can win)',
     'min_length': 'a translation has at least this many tokens, end of sentence not counted',
     'length_penalty_offset': '5 as in the paper; 0 as in Marian, CTranslate2 and transformers',
 }
@@ -58,6 +59,11 @@ def own_decoding(model: str | Path | None) -> dict[str, Any]:
     path = Path(model or SHIPPED) / 'training.json'
     settings = asdict(decoding_config(read_json(path, {}), path))
     return {NAMES.get(name, name): value for name, value in settings.items()}
+
+def without_infinity(values: Mapping[str, Any]) -> dict[str, Any]:
+    "Return values of options; `--beam-patience inf` becomes None: no number of finished hypotheses ends a search."
+    is_infinite = values['beam_patience'] == math.inf
+    return dict(values, beam_patience=None) if is_infinite else dict(values)
 
 class SearchCommand(Command):
     "The base class of commands with the settings of a search, but without the number of translations."
@@ -76,7 +82,7 @@ class SearchCommand(Command):
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> 'SearchCommand':
-        return super().from_values(values | {'n_best': 1})
+        return super().from_values(without_infinity(values) | {'n_best': 1})
 
 @dataclass(frozen=True)
 class EngineOptions:

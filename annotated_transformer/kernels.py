@@ -3,7 +3,7 @@
 """Kernels: replace attention, dropout and the output layer's loss with faster functions, and check that the results
 agree."""
 
-__all__ = ['SHORT', 'SMALL', 'ONEDNN_CACHES', 'CACHE_CAPACITY', 'fused_attention', 'is_faster_unfused',
+__all__ = ['SHORT', 'SMALL', 'ONEDNN_CACHES', 'CACHE_CAPACITY', 'fused_attention', 'is_faster_unfused', 'mask_kind',
            'smoothed_loss_and_gradient', 'ChunkedLoss', 'chunked_loss', 'linear_cross_entropy', 'summed_loss',
            'validate', 'FastDropout', 'accelerate', 'fused_qkv', 'suitable_threads', 'r_drop_loss_and_gradient',
            'r_drop_loss', 'bound_onednn_caches', 'LossModule']
@@ -13,13 +13,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from .attention import MultiHeadAttention, attention
+from .attention import MultiHeadAttention, attention, causal_mask
 from .batches import Batch
 from .distributed import Processes
 from .training import label_smoothing_loss
@@ -40,8 +41,9 @@ def fused_attention(
     """
     if is_faster_unfused(query, key):
         return attention(query, key, value, mask)
-    if mask is None:
-        return F.scaled_dot_product_attention(query, key, value), None
+    kind = mask_kind(mask)
+    if kind != 'other':
+        return F.scaled_dot_product_attention(query, key, value, is_causal=kind == 'causal'), None
     fully_masked = ~mask.any(-1, keepdim=True)
     safe_mask = mask | fully_masked # such a row would be NaN
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=safe_mask)
@@ -54,6 +56,28 @@ def is_faster_unfused(query, key):
     is_batch = query.size(0) > 1 and query.size(-2) > 1
     is_short = key.size(-2) <= SHORT and query.device.type == 'cpu'
     return is_batch and is_short and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+
+def mask_kind(
+    mask: Bool[Tensor, "*batch m n"] | None,
+) -> Literal['none', 'causal', 'other']:
+    "Return 'none' for a mask that is True everywhere, 'causal' for that of `attention.causal_mask`."
+    if mask is None:
+        return 'none'
+    if torch.compiler.is_compiling() or mask.is_inference():
+        return 'other'               # what is compiled must not depend on values
+    version, kind = getattr(mask, 'known_kind', (None, None))
+    if version == mask._version:     # all layers get the same mask: it is compared once, unless it has changed
+        return kind
+    is_full = mask.all()
+    is_causal = torch.zeros_like(is_full)
+    if mask.dim() == 2 and mask.size(0) == mask.size(1):
+        is_causal = (mask == causal_mask(mask.size(0), mask.device)).all()
+    is_full, is_causal = torch.stack([is_full, is_causal]).tolist() # one transfer from a GPU
+    kind = 'causal' if is_causal else 'other'
+    if is_full:
+        kind = 'none'
+    mask.known_kind = (mask._version, kind)
+    return kind
 
 def smoothed_loss_and_gradient(
     logits: Float[Tensor, "n vocab_size"], targets: Int[Tensor, "n"], label_smoothing: float,

@@ -4,9 +4,10 @@
 
 __all__ = ['Average', 'ImportMarian', 'Export', 'Serve']
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -165,6 +166,8 @@ class Serve(SearchCommand):
         'max_bytes': 'bytes in one request; a request with more is refused with status 413',
         'max_attention': 'requests for attention weights that may wait; one beyond that is refused with status 429',
         'timeout': 'seconds for one request; one that takes longer gets status 408 or 504',
+        'beam_patience': 'stop when this many times --beam-size hypotheses have finished, as CTranslate2 and Marian '
+                         'do; inf: when no active one can win, as translate does: slower, and slightly better',
     }
     EXAMPLE = 'annotated-transformer serve --model runs/mine --port 8000'
     GROUPS = {
@@ -176,10 +179,25 @@ class Serve(SearchCommand):
     }
     REST = 'limit'
 
+    @classmethod
+    def defaults(cls, deciding: Mapping[str, Any]) -> dict[str, Any]:
+        own = super().defaults(deciding)
+        return own | {'beam_patience': own['beam_patience'] or 1.0}
+
     def __call__(self) -> None:
         translator = load(self.model, self.common, self.engine)
         translator.training = translator.training | {'decoding': asdict(self.decoding)}
         translator.translate_n_best([], 1) # raises ValueError for settings that this model cannot search with
         source, target = translator.tokenizer.langs
         serve(translator, self.server, lambda address: print(
-            f'Translating {source} to {target} at {address}. Press Ctrl-C to stop.', flush=True))
+            f'Translating {source} to {target} at {address}. {self.stopping_rule()}Press Ctrl-C to stop.', flush=True))
+
+    def stopping_rule(self) -> str:
+        "Return a sentence on when a search ends; nothing for greedy search."
+        if self.decoding.beam_size == 1:
+            return ''
+        if self.decoding.patience is None:
+            return 'A search stops when no active hypothesis can win. '
+        return (f'A search stops when --beam-patience {self.decoding.patience:g} times '
+                f'--beam-size {self.decoding.beam_size} hypotheses have finished '
+                '(inf: when no active one can win). ')

@@ -18,8 +18,9 @@ from typing import Any, Literal
 import tyro
 
 from .command_options import Command, Common
-from .commands import (
-    NAMES, SEARCH, TEXTS, EngineOptions, check_sentences, load, own_decoding, search_settings)
+from annotated_transformer.commands import (
+    NAMES, SEARCH, TEXTS, EngineOptions, check_sentences, load, own_decoding, search_settings,
+    without_infinity)
 from .files import checksum
 from .inference import DecodingConfig
 from .line_translation import (
@@ -147,6 +148,10 @@ class Translate(Command):
     @classmethod
     def defaults(cls, deciding: Mapping[str, Any]) -> dict[str, Any]:
         return own_decoding(deciding.get('model'))
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> 'Translate':
+        return super().from_values(without_infinity(values))
 
     def __call__(self) -> None:
         self.check()

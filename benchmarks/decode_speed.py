@@ -42,14 +42,16 @@ ROOT = Path(__file__).parents[1]
 OURS = 'annotated_transformer'
 OURS_EXACT = 'annotated_transformer, until none can win'
 OURS_CTRANSLATE2 = 'annotated_transformer with CTranslate2'
+OURS_CTRANSLATE2_INT8 = 'annotated_transformer with CTranslate2 int8'
 OURS_CTRANSLATE2_EXACT = 'annotated_transformer with CTranslate2, until none can win'
 TRANSFORMERS = 'transformers'
 CTRANSLATE2 = 'CTranslate2 float32'
 CTRANSLATE2_INT8 = 'CTranslate2 int8'
-ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_EXACT, TRANSFORMERS, CTRANSLATE2, CTRANSLATE2_INT8)
+ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_INT8, OURS_CTRANSLATE2_EXACT, TRANSFORMERS, CTRANSLATE2,
+           CTRANSLATE2_INT8)
 EXACT = (OURS_EXACT, OURS_CTRANSLATE2_EXACT) # differ from the row above with a beam only
 ON_GPU = (OURS, OURS_EXACT, TRANSFORMERS) # measured with --device cuda
-TEXT_ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_EXACT) # also translate from text to text
+TEXT_ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_INT8, OURS_CTRANSLATE2_EXACT) # also translate from text to text
 SEARCH = {'length_penalty': 1.0, 'length_penalty_offset': 0.0}
 SIZES = { # of the models with random weights
     'toy': {'vocab_size': 1_000, 'n_layers': 2, 'd_model': 128, 'd_ff': 256, 'n_heads': 4},
@@ -63,12 +65,12 @@ REST = 0.3 # seconds between measurements, so that the last engine's threads hav
 
 # --- the engines: each returns a function from (rows, beam size) to outputs; rows are ids with EOS, or texts
 
-def our_engine(prepared, threads, engine, patience, device):
+def our_engine(prepared, threads, engine, patience, device, compute_type='float32'):
     import torch
     from annotated_transformer.inference import DecodingConfig
     from annotated_transformer.translator import Translator
     torch.set_num_threads(threads)
-    translator = Translator.load(prepared['model'], device=device, engine=engine)
+    translator = Translator.load(prepared['model'], device=device, engine=engine, compute_type=compute_type)
     search = {**SEARCH, 'max_extra_tokens': prepared['max_extra_tokens']}
 
     def from_ids(rows, beam):
@@ -127,8 +129,9 @@ def make_engine(name, prepared, threads, device):
     patience = None if name in EXACT else 1.0
     if name in (OURS, OURS_EXACT):
         return our_engine(prepared, threads, 'pytorch', patience, device)
-    if name in (OURS_CTRANSLATE2, OURS_CTRANSLATE2_EXACT):
-        return our_engine(prepared, threads, 'ctranslate2', patience, device)
+    if name in (OURS_CTRANSLATE2, OURS_CTRANSLATE2_INT8, OURS_CTRANSLATE2_EXACT):
+        compute_type = 'int8' if name == OURS_CTRANSLATE2_INT8 else 'float32'
+        return our_engine(prepared, threads, 'ctranslate2', patience, device, compute_type)
     if name == TRANSFORMERS:
         return transformers_engine(prepared, threads, device)
     return ctranslate2_engine(prepared, threads, 'int8' if name == CTRANSLATE2_INT8 else 'float32')
@@ -346,17 +349,6 @@ def arguments():
         args.thread_counts = [1]
     return args
 
-def cpu_flags():
-    info = Path('/proc/cpuinfo')
-    lines = info.read_text().splitlines() if info.exists() else []
-    flags = next((line.split(':')[1].split() for line in lines if line.startswith('flags')), [])
-    return [flag for flag in flags if flag.startswith(('avx', 'amx', 'sse4', 'fma'))]
-
-def cpu_model():
-    info = Path('/proc/cpuinfo')
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), 'unknown')
-
 def main():
     args = arguments()
     if args.worker:
@@ -364,7 +356,7 @@ def main():
     import transformers
     from annotated_transformer.checkpoints import load_model
     from annotated_transformer.files import checksum, read_json
-    from record import RESULTS, about
+    from record import RESULTS, about, cpu_model
     name = args.name or ('decode-speed' if not args.size else f'decode-speed-{args.size}')
     out = args.out or RESULTS / f'{name}.json'
     with tempfile.TemporaryDirectory() as folder:
@@ -375,7 +367,7 @@ def main():
                      'model': asdict(load_model(prepared['model']).config)}
         record = {'name': name, **about(), 'metrics': [], 'settings': settings,
                   'weights_sha256': checksum(Path(prepared['model']) / 'model.safetensors')['sha256'],
-                  'cpu_model': cpu_model(), 'cpu_flags': cpu_flags()}
+                  'cpu_model': cpu_model()}
         record['versions'] |= {'transformers': transformers.__version__}
         if args.device == 'cpu':
             import ctranslate2

@@ -40,18 +40,29 @@ N_SAMPLES = 8 # translations that a record holds, from all over the last split
 PATHS = ('data_dir', 'src', 'tgt', 'val_src', 'val_tgt', 'test_src', 'test_tgt', 'tsv', 'extra_src', 'extra_tgt',
          'prepared')
 
-def machine() -> str:
-    "Return the processor's name and the number of cores that this process may use."
+def cpu_info(field: str) -> str:
+    "Return a field of the first processor in Linux's /proc/cpuinfo; '' elsewhere."
     info = Path('/proc/cpuinfo')
     lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(':')[1].strip() for line in lines if line.startswith('model name')]
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f'{name}, {available_cores()} cores'
+    return next((line.split(':')[1].strip() for line in lines if line.startswith(field)), '')
+
+def cpu_model() -> str:
+    "Return the processor's name."
+    return cpu_info('model name') or platform.processor() or platform.machine()
+
+def cpu_flags() -> list[str]:
+    "Return the vector and matrix instructions of the processor, such as avx512_bf16."
+    return [flag for flag in cpu_info('flags').split() if flag.startswith(('avx', 'amx', 'sse4', 'fma'))]
+
+def machine() -> str:
+    "Return the processor's name and the number of cores that this process may use."
+    return f'{cpu_model()}, {available_cores()} cores'
 
 def about() -> dict:
     "Return what stands beside every measurement: the command, the machine, the date, the versions of libraries."
     command = ['python', f'benchmarks/{Path(sys.argv[0]).name}', *sys.argv[1:]]
-    return {'command': shlex.join(command), 'machine': machine(), 'date': str(date.today()), 'versions': versions()}
+    return {'command': shlex.join(command), 'machine': machine(), 'cpu_flags': cpu_flags(), 'date': str(date.today()),
+            'versions': versions()}
 
 def report_tokenized(translations: list[str], references: list[str]) -> dict:
     "Return what we measure of text that is lower-cased and tokenized already: BLEU as older papers compute it."

@@ -6,8 +6,9 @@
 writes results/serving.json, which the page about serving shows. DIR holds Multi30k: its sentences go through a model of
 the recipe's size with random weights, whose translations end at the length of their sources. With --model, a trained
 model takes its place, and --texts names a file with sentences for it. Each part is written as soon as it is measured;
---part measures one of them again. The default search goes on until no active hypothesis can win. With --patience 1, the
-recipe's size is measured a second time, with a search that stops as soon as --beam-size hypotheses have finished.
+--part measures one of them again. Searches go on until no active hypothesis can win (serve --beam-patience inf). With
+--patience 1, the recipe's size is measured a second time, with the default of `serve`: a search stops as soon as --beam-size
+hypotheses have finished.
 
 Server and clients share this machine. Other programs disturb rates and latencies, so the record has the load of the
 machine, and the ratio of processor times as well, which they hardly disturb.
@@ -17,6 +18,7 @@ import asyncio
 import gzip
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -43,6 +45,7 @@ from annotated_transformer.vocabulary import train_tokenizer
 
 PATH = Path(__file__).parent / 'results/serving.json'
 N_CLIENTS = 32
+EXACT = ['--beam-patience', 'inf'] # search until no active hypothesis can win
 OVERSIZED = b'{"q": "' + b'a' * 300_000 + b'"}'
 BAD_REQUESTS = { # kind: body, bytes that the header promises, whether the client reads the answer
     'invalid JSON': (b'{"q": ', None, True),
@@ -163,7 +166,7 @@ def offline(
 ) -> tuple[list[str], float, float]:
     "The translations of one call, and its seconds and processor seconds for each sentence."
     start, cpu = time.perf_counter(), time.process_time()
-    translations = translator.translate(sentences, patience=patience)
+    translations = translator.translate(sentences, patience=patience or math.inf)
     return translations, (time.perf_counter() - start) / len(sentences), (time.process_time() - cpu) / len(sentences)
 
 
@@ -174,7 +177,7 @@ def spread(values: list[float], digits: int) -> list[float]:
 
 def throughput(model, sentences: list[str], rounds: int, patience: float | None = None) -> dict:
     "Compare 32 clients of single sentences with one offline call, in alternation. Both search with this patience."
-    options = [] if patience is None else ['--beam-patience', str(patience)]
+    options = EXACT if patience is None else ['--beam-patience', str(patience)]
     translator = Translator.load(model, 'cpu', engine='auto')
     before = os.getloadavg()
     offline(translator, sentences[:64], patience)
@@ -203,12 +206,12 @@ def throughput(model, sentences: list[str], rounds: int, patience: float | None 
 
 def soak(model, sentences: list[str], n_requests: int) -> dict:
     "Send many requests, a tenth of them bad, and look at answers, log and memory."
-    expected = dict(zip(sentences, Translator.load(model, 'cpu', engine='auto').translate(sentences)))
+    expected = dict(zip(sentences, offline(Translator.load(model, 'cpu', engine='auto'), sentences)[0]))
     texts = itertools.cycle(sentences)
     kinds = itertools.cycle(BAD_REQUESTS)
     jobs = [(None, next(kinds)) if i % 10 == 9 else (next(texts), None) for i in range(n_requests)]
     before = os.getloadavg()
-    with running(model) as (server, log):
+    with running(model, EXACT) as (server, log):
         memory = [[0, server.megabytes()]]
 
         def watch(n):

@@ -83,6 +83,11 @@ def decode_speed(record):
     return ['sentences per second with beam 4 and batches of 64', *found]
 
 
+def engines(record):
+    return [f"{name}: BLEU {row['bleu']:.2f}, {row['same']:,} of {record['sentences']:,} sentences as in PyTorch"
+            for name, row in record['metrics'].items()]
+
+
 def errors(record):
     kinds = {name: mean(kind['shares']) for name, kind in record['kinds'].items()}
     found = [f'{name}: {100 * share:.1f}%' for name, share in sorted(kinds.items(), key=lambda kind: -kind[1])[:4]]
@@ -225,12 +230,12 @@ def vocabulary_size(record):
 
 PICKERS = {
     'attention-adversaries': attention_adversaries, 'bugs': bugs, 'claims': claims, 'complexity': complexity,
-    'data-sizes': data_sizes, 'decode-speed': decode_speed, 'errors': errors, 'gender-path': gender_path,
+    'data-sizes': data_sizes, 'decode-speed': decode_speed, 'engines': engines, 'errors': errors,
+    'gender-path': gender_path,
     'head-orders': head_orders, 'heads': heads, 'inference': inference, 'kills': kills, 'large-corpus': large_corpus,
     'mbr': mbr, 'more-bugs': more_bugs, 'own-experiment': own_experiment, 'paired': paired, 'positions': positions,
     'recipe': recipe, 'serving': serving, 'site': site, 'toy-errors': toy_errors,
-    'train-speed': train_speed, 'train-speed-gpu-base': train_speed, 'train-speed-gpu-big': train_speed,
-    'vocabulary-size': vocabulary_size,
+    'train-speed': train_speed, 'vocabulary-size': vocabulary_size,
 }
 
 
@@ -254,6 +259,9 @@ def main_figures(name, record, part=''):
         return scores(record)
     if name == 'recurrent':
         return recurrent(record[part], part)
+    for kind in ('decode-speed', 'train-speed'): # records of several sizes, devices and versions
+        if name.startswith(kind):
+            return PICKERS[kind](record)
     if name in PICKERS:
         return PICKERS[name](record)
     return first_numbers(record[part] if part else record)

@@ -58,9 +58,11 @@ def sources(name, record):
                'date': part['date'], 'weights': part.get('weights_sha256', ''), 'file': record['file_sha256']}
 
 
-# Records whose pages name them in another way: complexity by its program, the two on GPUs by a name put together.
+# Records whose pages name them in another way: complexity by its program, those of speed by a name put together.
 DISCUSSED = {'complexity': ['05_why_self_attention'], 'train-speed-gpu-base': ['24_kernels'],
-             'train-speed-gpu-big': ['24_kernels']}
+             'train-speed-gpu-big': ['24_kernels'], 'decode-speed': ['63_engines'],
+             'decode-speed-tiny': ['63_engines'], 'decode-speed-small': ['63_engines'],
+             'decode-speed-base': ['63_engines']}
 
 
 def pages_of(names):

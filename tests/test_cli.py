@@ -1400,10 +1400,37 @@ def test_serve_searches_with_the_settings_of_the_model_unless_told_otherwise(tmp
         assert re.search(rf'{option} (INT|NUMBER) [^-]*(--beam-size)?[^-]*\(default: {default}\)', group), group
 
 
+def test_serve_stops_a_search_as_ctranslate2_does_unless_told_otherwise(monkeypatch, run, served, capsys):
+    run('serve', '--device', 'cpu')
+    run('serve', '--device', 'cpu', '--beam-patience', 'inf')
+    assert [translator.decoding.patience for translator in served] == [1.0, None]
+    group = helped(capsys, 'serve').split('--beam-patience NUMBER')[1]
+    assert 'inf: when no active one can win' in ' '.join(group.replace('│', ' ').split()) and '(default: 1.0)' in group
+    monkeypatch.setattr(model_commands, 'serve', lambda translator, config, on_start: on_start('http://here'))
+    line = 'Translating en to de at http://here. {}Press Ctrl-C to stop.\n'
+    early = 'A search stops when --beam-patience 1 times --beam-size 4 hypotheses have finished (inf: when no active one can win). '
+    assert run('serve', '--device', 'cpu').out == line.format(early)
+    exact = 'A search stops when no active hypothesis can win. '
+    assert run('serve', '--device', 'cpu', '--beam-patience', 'inf').out == line.format(exact)
+    assert run('serve', '--device', 'cpu', '--beam-size', 1).out == line.format('')
+
+
+@pytest.mark.parametrize('command', [['translate', 'hello'], ['evaluate'], ['serve']])
+def test_an_infinite_patience_removes_that_of_the_model(tmp_path, command, run):
+    model = shutil.copytree(SHIPPED, tmp_path / 'model')
+    (model / 'training.json').write_text(json.dumps({'decoding': {'patience': 2.0}}))
+    command = [*command, '--model', str(model)]
+    assert parse(command).decoding.patience == 2.0
+    assert parse([*command, '--beam-patience', 'inf']).decoding.patience is None
+    run(*command, '--beam-patience', 'inf', '--save-config', tmp_path / 'c.json')
+    assert parse([*command, '--config', str(tmp_path / 'c.json')]).decoding.patience is None
+
+
 def test_search_options_of_serve_are_those_of_translate():
     ours, theirs = model_commands.Serve.options({}), Translate.options({})
     assert 'n_best' not in ours
-    for name in ('beam_size', *SEARCH[1]):
+    assert ours.pop('beam_patience').default == 1.0 and theirs['beam_patience'].default is None
+    for name in ('beam_size', *SEARCH[1][:-1]):
         assert ours[name] == theirs[name]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from annotated_transformer import kernels
-from annotated_transformer.attention import MultiHeadAttention, attention
+from annotated_transformer.attention import MultiHeadAttention, attention, causal_mask
 from annotated_transformer.attention_maps import attention_maps
 from annotated_transformer.batches import collate
 from annotated_transformer.kernels import (
@@ -54,6 +54,63 @@ def test_plain_attention_is_for_batches_of_few_keys(n_sentences, m, n, is_plain)
     with torch.no_grad():
         assert (fused_attention(query, key, key)[1] is not None) == is_plain
     assert fused_attention(query, key, key)[1] is None
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    "The masks that PyTorch's fused attention gets: None, 'causal' or a mask."
+    calls = []
+    original = kernels.F.scaled_dot_product_attention
+
+    def record(query, key, value, attn_mask=None, is_causal=False):
+        calls.append('causal' if is_causal else attn_mask)
+        return original(query, key, value, attn_mask=attn_mask, is_causal=is_causal)
+
+    monkeypatch.setattr(kernels.F, 'scaled_dot_product_attention', record)
+    return calls
+
+
+@pytest.mark.parametrize('positions', ['sinusoidal', 'rotary'])
+@pytest.mark.parametrize('padded', [False, True])
+def test_masks_that_flash_attention_cannot_take_are_left_out(kernel_calls, positions, padded):
+    "In a batch without padding no mask is passed on; with padding, decoder self-attention is causal. Same gradients."
+    torch.manual_seed(0)
+    if positions == 'rotary':
+        model = RelativeTransformer(RelativeConfig(**SIZES, dropout=0.0))
+    else:
+        model = Transformer(TransformerConfig(**SIZES, dropout=0.0))
+    rows = [(torch.randint(4, 23, (9,)).tolist(), torch.randint(4, 23, (7,)).tolist()) for _ in range(3)]
+    if padded:
+        rows[1] = (rows[1][0][:5], rows[1][1][:4])
+    batch = collate(rows)
+    results = []
+    for fast in (False, True):
+        if fast:
+            accelerate(model)
+        logits = model(batch.src, batch.tgt_in)
+        loss = (logits * logits.detach().cos()).sum()
+        results.append([logits, *torch.autograd.grad(loss, list(model.parameters()))])
+    for expected, found in zip(*results):
+        assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    encoder, decoder = kernel_calls[:2], kernel_calls[2:]
+    assert decoder[::2] == ['causal', 'causal']
+    for mask in (*encoder, *decoder[1::2]):
+        assert (mask is not None) == padded
+
+
+def test_a_mask_is_compared_once_unless_it_changes(monkeypatch):
+    compared = []
+    monkeypatch.setattr(kernels, 'causal_mask', lambda *args: compared.append(args) or causal_mask(*args))
+    mask = causal_mask(5)
+    assert [kernels.mask_kind(mask) for _ in range(3)] == ['causal'] * 3
+    assert len(compared) == 1
+    mask[4, 0] = False
+    assert kernels.mask_kind(mask) == 'other'
+    mask.fill_(True)
+    assert kernels.mask_kind(mask) == kernels.mask_kind(None) == 'none'
+    assert kernels.mask_kind(causal_mask(5)[:4]) == kernels.mask_kind(causal_mask(5)[None]) == 'other'
+    with torch.inference_mode():
+        assert kernels.mask_kind(causal_mask(5)) == 'other'
 
 
 @pytest.mark.parametrize('label_smoothing', [0.0, 0.1])

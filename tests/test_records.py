@@ -3,6 +3,7 @@ import gzip
 import json
 import shlex
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import fields
@@ -18,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / 'benchmarks'))
 import attention_adversaries
 import claims
+import engines
 import errors
 import head_orders
 import mbr
@@ -533,3 +535,98 @@ def test_long_runs_of_page_47_are_kept_as_they_finish(tmp_path, monkeypatch):
         own_experiment.run_page(own_experiment.code_of(page))
     found = json.loads((tmp_path / 'record.json').read_text())
     assert found['values'] == {'loss': 0.12346, 'pilot': [[1.0]]} and found['machine'] and found['command']
+
+
+def test_every_record_names_the_instructions_of_the_processor(monkeypatch):
+    lines = 'model name\t: A processor\nflags\t\t: fpu sse4_1 avx2 avx512_bf16 amx_bf16 fma\nmodel name\t: B\nflags\t\t: avx\n'
+    monkeypatch.setattr(record.Path, 'read_text', lambda path: lines)
+    found = record.about()
+    assert found['cpu_flags'] == ['sse4_1', 'avx2', 'avx512_bf16', 'amx_bf16', 'fma']
+    assert found['machine'].startswith('A processor, ')
+
+
+# --- engines.py
+
+def test_engines_are_compared_on_a_test_set():
+    "In small: float32 agrees with PyTorch in every sentence, with either stopping rule; each system has its scores."
+    pytest.importorskip('ctranslate2')
+    pairs = [(pair.src, pair.tgt) for pair in toy_ende('test_long', n=12)]
+    found = engines.compare(SHIPPED, pairs)
+    assert list(found) == list(engines.SYSTEMS)
+    assert found['CTranslate2 float32']['same'] == 12
+    for name in ('PyTorch, patience 1', 'CTranslate2 float32, patience 1'):
+        assert found[name]['same_as_pytorch_with_this_patience']['same'] == 12
+    for row in found.values():
+        assert 0 < row['bleu'] <= 100 and row['same'] + sum(row['kinds'].values()) == 12
+
+
+def test_translations_that_differ_are_sorted_by_their_score():
+    translator = Translator.load(device='cpu')
+    rows = translator.encode([pair.src for pair in toy_ende('test', n=4)])
+    config = translator.decoding
+    ours = engines.translate(translator, rows, config)
+    for row, best in zip(rows, ours):
+        assert abs(engines.rescore(translator, row, best.ids, config) - best.normalized_score) < 1e-4
+    worse = [SimpleNamespace(ids=best.ids[:-2]) for best in ours]
+    counts = {'tie': 0, 'lower score': 0, 'higher score': 0}
+    found = engines.differences(translator, rows, ours, [ours[0], *worse[1:]], config)
+    assert found['same'] == 1 and found['kinds'] == counts | {'lower score': 3} and found['largest_score_gap'] > 1
+    found = engines.differences(translator, rows, worse, [worse[0], *ours[1:]], config)
+    assert found['kinds'] == counts | {'higher score': 3}
+
+
+def test_page_about_engines_says_what_the_record_says():
+    root = Path(__file__).parents[1]
+    found = json.loads((root / 'benchmarks/results/engines.json').read_text())
+    early, eight_bits = found['metrics']['CTranslate2 float32, patience 1'], found['metrics']['CTranslate2 int8']
+    assert found['sentences'] == found['metrics']['CTranslate2 float32']['same'] == 1000
+    assert early['kinds'] == {'tie': 0, 'lower score': 14, 'higher score': 0}
+    assert early['same_as_pytorch_with_this_patience']['same'] == 1000
+    assert (round(early['paired_test']['difference'], 1), early['paired_test']['p_value']) == (-0.2, 0.001)
+    assert 1000 - eight_bits['same'] == 65 and round(eight_bits['paired_test']['p_value'], 1) == 0.4
+    page = json.loads((root / 'nbs/63_engines.ipynb').read_text())
+    text = ' '.join(''.join(cell['source']) for cell in page['cells']).replace('\n', ' ')
+    for words in ('changes 14 translations', 'about 0.2 BLEU', '*p* = 0.001', '65, but in both directions', '*p* = 0.4'):
+        assert words in text
+
+
+# --- decode_speed.py and train_speed.py
+
+def measured(script, out, *flags):
+    "Run a benchmark in small; return its record."
+    command = [sys.executable, Path(__file__).parents[1] / 'benchmarks' / script, '--out', out, '--rounds', '2', *flags]
+    subprocess.run(command, check=True, timeout=600)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.slow
+def test_decode_speed_measures_every_engine(tmp_path):
+    "All search alike, so in float32 all find the same translations. The same command again measures nothing."
+    pytest.importorskip('ctranslate2')
+    pytest.importorskip('transformers')
+    import decode_speed
+    flags = ['--sentences', '6', '--beams', '4', '--batches', '1', '--thread-counts', '1']
+    found = measured('decode_speed.py', tmp_path / 'decode.json', *flags)
+    engines_of = {unit: {row['engine'] for row in found['metrics'] if row['unit'] == unit} for unit in ('ids', 'text')}
+    assert engines_of == {'ids': set(decode_speed.ENGINES), 'text': set(decode_speed.TEXT_ENGINES)}
+    for row in found['metrics']:
+        assert row['slowest'] <= row['sentences_per_second'] <= row['fastest']
+        assert 0 < row['latency_ms']['median'] <= row['latency_ms']['95 %']
+        if 'int8' not in row['engine'] and 'can win' not in row['engine']:
+            assert row['same_as_first'] == row['sentences'] == 5, row['engine']
+    assert found['cpu_flags'] == record.cpu_flags()
+    before = (tmp_path / 'decode.json').read_bytes()
+    measured('decode_speed.py', tmp_path / 'decode.json', *flags)
+    assert (tmp_path / 'decode.json').read_bytes() == before
+
+
+@pytest.mark.slow
+def test_train_speed_measures_every_library(tmp_path):
+    pytest.importorskip('transformers')
+    import train_speed
+    found = measured('train_speed.py', tmp_path / 'train.json', '--sizes', 'tiny', '--steps', '1', '--threads', '1')
+    tiny = found['metrics']['tiny']
+    assert set(tiny['rounds']) == set(tiny['tokens_per_second']) == {train_speed.OURS, *train_speed.OTHERS}
+    assert all(len(rounds) == 2 for rounds in tiny['rounds'].values())
+    assert tiny['fastest_other'] in train_speed.OTHERS and tiny['speedup_of_medians'] > 0 and tiny['speedup_of_best'] > 0
+    assert found['cpu_flags'] == record.cpu_flags() and found['settings']['precision'] == 'float32'

@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from urllib.error import HTTPError
 
 import pytest
 
@@ -433,6 +434,19 @@ def running(translator):
 def address(translator):
     with running(translator) as address:
         yield address
+
+
+def test_a_client_of_libretranslate_works(address):
+    "An existing client, unchanged: it sends forms, and reads languages, translations and reasons."
+    libretranslatepy = pytest.importorskip('libretranslatepy')
+    client = libretranslatepy.LibreTranslateAPI(address, api_key='unused')
+    assert [(language['code'], language['targets']) for language in client.languages()] == [('en', ['de'])]
+    assert client.translate('The dog sleeps.', 'en', 'de') == 'Der Hund schläft.'
+    assert client.translate('The dog sleeps.\nThe cat reads.', 'auto', 'de') == 'Der Hund schläft.\nDie Katze liest.'
+    assert client.detect('The dog sleeps.')[0]['language'] == 'en'
+    with pytest.raises(HTTPError) as refused:
+        client.translate('The dog sleeps.', 'en', 'fr')
+    assert refused.value.code == 400 and 'en to fr is not supported' in json.loads(refused.value.read())['error']
 
 
 def test_the_list_of_endpoints_is_complete_and_needs_no_other_server(chromium, address):
