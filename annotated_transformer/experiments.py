@@ -41,7 +41,7 @@ def bootstrap_interval(
 
 @cache
 def student_tail(df: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the probability that a Student variable exceeds sqrt(df) * tan(angle) in absolute value.
+    """Return the probability that Student's t exceeds sqrt(df) * tan(angle) in absolute value (without SciPy).
 
     :param df: degrees of freedom: the number of values less one
     :return: angles from 0 to pi / 2; for each, the probability
@@ -55,7 +55,7 @@ def student_tail(df: int) -> tuple[np.ndarray, np.ndarray]:
     return angles, tail / tail[0]
 
 def t_quantile(df: int, confidence: float = 0.95) -> float:
-    """Return the t that a Student variable exceeds in absolute value with probability 1 - `confidence`.
+    """Return the value that Student's t exceeds in absolute value with probability 1 - `confidence`.
 
     :param df: degrees of freedom: the number of values less one
     """
@@ -81,7 +81,7 @@ class PairedDifference:
 
     :param low: of Student's interval
     :param confidence: of the interval
-    :param effect_size: mean over standard deviation of the differences, corrected for few pairs (Hedges' g)
+    :param effect_size: mean over standard deviation of the differences, corrected for few seeds (Hedges)
     :param differences: one for each seed
     """
     mean: float
@@ -107,7 +107,7 @@ def paired_difference(a, b, confidence: float = 0.95) -> PairedDifference:
     mean = float(differences.mean())
     deviation = float(differences.std(ddof=1))
     if deviation:
-        effect_size = mean / deviation * (1 - 3 / (4 * len(differences) - 5)) # Hedges' correction
+        effect_size = mean / deviation * (1 - 3 / (4 * len(differences) - 5)) # Hedges: 1 - 3 / (4 df - 1)
     else:
         effect_size = math.copysign(math.inf, mean) if mean else 0.0
     return PairedDifference(mean, low, high, confidence, effect_size, tuple(differences.tolist()))
@@ -163,14 +163,14 @@ def p_value(difference: PairedDifference, prediction: Prediction, margin: float 
 def holm_levels(p_values: Sequence[float], alpha: float = 0.05) -> list[float]:
     """Return the level at which each test decides (Holm, 1979): `alpha` over the number of tests that are still open.
 
-    :param alpha: risk of one or more false alarms among all tests
-    :return: for each test: reject if its p-value is at most this
+    :param alpha: risk of one or more false positives among all tests
+    :return: for each test: it is decided if its p-value is at most this
     """
     levels = [0.0] * len(p_values)
     n_open = len(p_values)
     for i in sorted(range(len(p_values)), key=lambda i: p_values[i]):
         levels[i] = alpha / n_open
-        if p_values[i] <= levels[i]: # otherwise larger p-values, tested at the same level, fail too
+        if p_values[i] <= levels[i]: # decided; otherwise the level stays, and all larger p-values exceed it
             n_open -= 1
     return levels
 
@@ -195,7 +195,7 @@ def decide(claims: Sequence[Claim], alpha: float = 0.05) -> list[dict]:
     The interval of a difference has the confidence that Holm's procedure asks of this claim.
 
     :param claims: all claims of an experiment: each one more makes the others harder to decide
-    :param alpha: risk of one or more false alarms among them
+    :param alpha: risk of one or more false positives among them
     :return: for each claim: claim, difference, p_value (not corrected), verdict
     """
     p_values = [p_value(paired_difference(claim.a, claim.b), claim.prediction, claim.margin) for claim in claims]
@@ -233,7 +233,7 @@ def row_labels(ax, names: Iterable[str]) -> None:
     ax.grid(True, axis='x')
 
 def forest_plot(ax, decisions: Sequence[dict], title: str = '', xlabel: str = '', width: int = 24):
-    """Show each claim in a row: the predicted region (pale), a dot for each pair, the mean, its interval, the
+    """Show each claim in a row: the predicted region (pale), a dot for each seed, the mean, its interval, the
     verdict.
 
     The thick line is the 95% interval, the thin one the interval that decides. Returns the axes.
@@ -307,7 +307,7 @@ def seeds_needed(
     :param n_claims: claims tested together
     :param effect_size: the true mean difference, in standard deviations of the differences
     :param power: probability that the claim is confirmed
-    :param alpha: risk of one or more false alarms
+    :param alpha: risk of one or more false positives
     :param margin: of the prediction, in standard deviations of the differences
     """
     start, end = region(prediction, margin)
