@@ -81,6 +81,7 @@ def concatenate_directions(
     state: Float[Tensor, "layers_and_directions s half"],
 ) -> Float[Tensor, "layers s d_model"]:
     "Concatenate the final states of both directions of each layer."
+    # PyTorch alternates: layer 0 left to right, layer 0 right to left, layer 1 left to right, ...
     left_to_right = state[0::2]
     right_to_left = state[1::2]
     return torch.cat([left_to_right, right_to_left], dim=-1)
@@ -145,6 +146,7 @@ class RecurrentSteps:
             x = model.dropout(self.hidden[i])
         query = x.unflatten(0, (-1, self.n_hypotheses))           # (s * k, d_model) to (s, k, d_model)
         logits = model.alignment(query, self.keys)
+        # a finite number: with -inf, a source of padding only would give NaN
         self.weights = logits.masked_fill(self.is_padding, torch.finfo(logits.dtype).min).softmax(-1)
         context = (self.weights @ self.encoder_output).flatten(0, 1) # (s * k, d_model) again
         self.attentional = model.dropout(model.combine(torch.cat([context, x], dim=-1)).tanh())
@@ -156,7 +158,7 @@ class RecurrentSteps:
         return self.model.lm_head(output).unflatten(0, tokens.shape)
 
 class RecurrentState(RecurrentSteps):
-    "The state of a search, with the methods of `inference.DecoderState`."
+    "The decoder's state during a search, with the methods of `inference.DecoderState`."
     def reorder(self, parents: Int[Tensor, "s j"]) -> None:
         "Replace the k hypotheses of each sentence by j; `parents` says which old one each new one copies."
         # the hypotheses of sentence i are k rows, from row i * k on; k is still the old number
@@ -210,7 +212,7 @@ class Recurrent(nn.Module):
         return self.encoder(self.embed(src, self.src_embed), (src != PAD).sum(1))
 
     def decoder_state(self, src: Int[Tensor, "s n"]) -> RecurrentState:
-        "Return the state of a search before the first token."
+        "Return the decoder's state before the first token."
         return RecurrentState(self, src)
 
     def run(
