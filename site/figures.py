@@ -133,6 +133,11 @@ def large_corpus(record):
             f"training in {size['train_peak_mb']:,.0f} MB" for size in record['metrics']['sizes']]
 
 
+def memory(record):
+    return [f"caches of {capacity} entries: {run['resident_mib'][-1]:,} MiB after {run['steps']} steps"
+            for capacity, run in record['runs'].items()]
+
+
 def own_experiment(record):
     losses = {}
     for name, loss in record['values'].items():
@@ -233,8 +238,8 @@ PICKERS = {
     'data-sizes': data_sizes, 'decode-speed': decode_speed, 'engines': engines, 'errors': errors,
     'gender-path': gender_path,
     'head-orders': head_orders, 'heads': heads, 'inference': inference, 'kills': kills, 'large-corpus': large_corpus,
-    'mbr': mbr, 'more-bugs': more_bugs, 'own-experiment': own_experiment, 'paired': paired, 'positions': positions,
-    'recipe': recipe, 'serving': serving, 'site': site, 'toy-errors': toy_errors,
+    'mbr': mbr, 'memory': memory, 'more-bugs': more_bugs, 'own-experiment': own_experiment, 'paired': paired,
+    'positions': positions, 'recipe': recipe, 'serving': serving, 'site': site, 'toy-errors': toy_errors,
     'train-speed': train_speed, 'vocabulary-size': vocabulary_size,
 }
 
