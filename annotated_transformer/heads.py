@@ -393,7 +393,7 @@ def tune_gates(
                                   {'params': gates.parameters(), 'lr': gate_lr}], betas=(0.9, 0.98))
     for step, batch in enumerate(batches):
         torch.manual_seed(1_000_003 * seed + step) # draws do not depend on earlier ones
-        drawn = gates_by_attention(model, heads, gates.draw(len(batch), 1)) # other gates for each sentence
+        drawn = gates_by_attention(model, heads, gates.draw(len(batch), 1)) # different gates for each sentence
         with gated_heads(model, drawn):
             loss = batch_loss(model, batch, label_smoothing)
         optimizer.zero_grad()
