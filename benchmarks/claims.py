@@ -6,8 +6,9 @@
     python benchmarks/claims.py --quick --out /tmp/claims.json # try the script out, in a minute
 
 Each case is trained once for each seed, with one thread: all cases with the first seed, then all with the second,
-and so on. The settings were chosen in a pilot with seed 1, which is therefore left out. Cases that are only plotted,
-and those that compare peak learning rates, have five seeds. Every finished run is added to the record at once, so you
+and so on. The settings were chosen in a pilot with seed 1, which is therefore left out. The cases that decide a claim
+(NINE and GRID) have nine seeds; batch sizes, the scaled initialization, the outermost learning rates and cases that are
+only plotted have five. Every finished run is added to the record at once, so you
 can stop the script at any time.
 """
 import argparse
