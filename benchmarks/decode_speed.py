@@ -5,6 +5,7 @@
     python benchmarks/decode_speed.py --size base         # random weights: toy, tiny, small, base or big
     python benchmarks/decode_speed.py --size base --device cuda   # on a GPU: PyTorch and transformers
     python benchmarks/decode_speed.py --model runs/m30k --corpus multi30k --split test_2016_flickr
+    python benchmarks/decode_speed.py --old CHECKOUT      # our engine beside that of version 0.1.0, checked out there
     python benchmarks/decode_speed.py --sentences 40 --rounds 1 --out quick.json        # try it
 
 The record is written after every cell of the table. Run the same command again to measure the cells that are missing;
@@ -47,6 +48,7 @@ OURS_CTRANSLATE2_EXACT = 'annotated_transformer with CTranslate2, until none can
 TRANSFORMERS = 'transformers'
 CTRANSLATE2 = 'CTranslate2 float32'
 CTRANSLATE2_INT8 = 'CTranslate2 int8'
+OLD = 'annotated_transformer 0.1.0'
 ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_INT8, OURS_CTRANSLATE2_EXACT, TRANSFORMERS, CTRANSLATE2,
            CTRANSLATE2_INT8)
 EXACT = (OURS_EXACT, OURS_CTRANSLATE2_EXACT) # differ from the row above with a beam only
@@ -82,6 +84,25 @@ def our_engine(prepared, threads, engine, patience, device, compute_type='float3
                                     batch_tokens=10**6, **search)
 
     return from_ids, from_text
+
+def old_engine(prepared, threads):
+    "The engine of version 0.1.0; the worker imports the package from its checkout."
+    import torch
+    from annotated_transformer.batches import pad_rows
+    from annotated_transformer.decoding import DecodingConfig, beam_search, greedy
+    from annotated_transformer.translator import ModelFolder
+    torch.set_num_threads(threads)
+    model = ModelFolder.load(prepared['old_model'], 'cpu').model
+    config = DecodingConfig(alpha=SEARCH['length_penalty'], length_offset=SEARCH['length_penalty_offset'],
+                            max_extra=prepared['max_extra_tokens'], patience=1.0)
+
+    def from_ids(rows, beam):
+        src = pad_rows(rows)
+        if beam == 1:
+            return [found.ids for found in greedy(model, src, config)]
+        return [best[0].ids for best in beam_search(model, src, config, beam_size=beam)]
+
+    return from_ids, None
 
 def transformers_engine(prepared, threads, device):
     import torch
@@ -132,6 +153,8 @@ def make_engine(name, prepared, threads, device):
     if name in (OURS_CTRANSLATE2, OURS_CTRANSLATE2_INT8, OURS_CTRANSLATE2_EXACT):
         compute_type = 'int8' if name == OURS_CTRANSLATE2_INT8 else 'float32'
         return our_engine(prepared, threads, 'ctranslate2', patience, device, compute_type)
+    if name == OLD:
+        return old_engine(prepared, threads)
     if name == TRANSFORMERS:
         return transformers_engine(prepared, threads, device)
     return ctranslate2_engine(prepared, threads, 'int8' if name == CTRANSLATE2_INT8 else 'float32')
@@ -176,6 +199,8 @@ class Worker:
     def __init__(self, name, threads, prepared, device):
         environment = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads),
                            TOKENIZERS_PARALLELISM='false')
+        if name == OLD:
+            environment['PYTHONPATH'] = json.loads(prepared.read_text())['old']
         command = [sys.executable, __file__, '--worker', name, '--thread-counts', str(threads),
                    '--prepared', str(prepared), '--device', device]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -230,6 +255,10 @@ def prepare(args, folder):
         texts = [' '.join(f'w{words.randrange(900)}' for _ in range(20)) for _ in range(args.sentences)]
     else:
         model = args.model or SHIPPED
+        if args.old:
+            old_model = args.old / 'annotated_transformer/data/toy-ende'
+            model = folder / 'model'
+            subprocess.run([sys.executable, ROOT / 'tools/convert_v1.py', old_model, model], check=True)
         data = {'data_dir': args.data_dir} if args.corpus == 'multi30k' else {}
         texts = [src for src, _ in load_corpus(CorpusConfig(args.corpus, **data))[args.split]][:args.sentences]
     tokenizer = Translator.load(model, device='cpu').tokenizer
@@ -239,6 +268,8 @@ def prepare(args, folder):
         rows = [[*row, EOS] for row in tokenizer.encode_batch(texts, tokenizer.langs[0])]
     prepared = {'model': str(model), 'rows': rows, 'texts': texts, 'max_extra_tokens': 0 if args.size else 50,
                 'marian': str(export_marian(model, folder / 'marian'))}
+    if args.old:
+        prepared |= {'old': str(args.old.resolve()), 'old_model': str(old_model.resolve())}
     if args.device == 'cpu':
         prepared['ctranslate2'] = str(export_ctranslate2(model, folder / 'ctranslate2'))
     path = folder / 'prepared.json'
@@ -338,15 +369,19 @@ def arguments():
     parser.add_argument('--thread-counts', type=int, nargs='+', default=list(range(1, (os.cpu_count() or 1) + 1)))
     parser.add_argument('--device', default='cpu', choices=['cpu', 'cuda'])
     parser.add_argument('--engines', nargs='+', default=list(ENGINES), choices=ENGINES)
+    parser.add_argument('--old', type=Path, help='a checkout of version 0.1.0: compare with its engine and its model')
     parser.add_argument('--cells', type=int, help='stop after so many cells (default: measure all that are missing)')
     parser.add_argument('--name', help='of the record (decode-speed, or decode-speed-SIZE)')
     parser.add_argument('--out', type=Path, help='the record (default: benchmarks/results/NAME.json)')
-    parser.add_argument('--worker', choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument('--worker', choices=[*ENGINES, OLD], help=argparse.SUPPRESS)
     parser.add_argument('--prepared', type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.device == 'cuda' and not args.worker:
         args.engines = [name for name in args.engines if name in ON_GPU]
         args.thread_counts = [1]
+    if args.old and not args.worker:
+        args.engines = [OURS, OLD]
+        args.name = args.name or 'decode-speed-0.1.0'
     return args
 
 def main():

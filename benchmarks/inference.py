@@ -10,7 +10,7 @@ import json
 import random
 import statistics
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from annotated_transformer.attention import MultiHeadAttention, attention, paddi
 from annotated_transformer.batches import pad_rows
 from annotated_transformer.files import atomic_write
 from annotated_transformer.kernels import accelerate
+from annotated_transformer.large_corpora import available_cores
 from annotated_transformer.relative_positions import RelativeConfig, RelativeTransformer
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.transformer import Transformer, TransformerConfig
@@ -146,6 +147,35 @@ def measure(model, rows, rounds):
     return with_all, without
 
 
+def measure_threads(model, rows, rounds):
+    """Return the time without `suitable_threads` over the time with it: quartiles for each setting.
+
+    PyTorch may use all cores. Times are those of a clock on the wall, since the processor time of two threads says
+    nothing about the wait.
+    """
+    saved = inference.suitable_threads
+    ways = {'with': saved, 'without': lambda model, n_rows: nullcontext()}
+    ratios = {}
+    torch.set_num_threads(available_cores())
+    try:
+        for setting, (beam_size, batch_size) in SETTINGS.items():
+            batches = [pad_rows(rows[i:i + batch_size]) for i in range(0, max(batch_size, 12), batch_size)]
+            seconds = {way: [] for way in ways}
+            for i in range(rounds + 1):
+                for way in (ways if i % 2 else reversed(ways)):
+                    inference.suitable_threads = ways[way]
+                    start = time.perf_counter()
+                    for src in batches:
+                        inference.beam_search(model, src, beam_size=beam_size)
+                    seconds[way].append(time.perf_counter() - start)
+            found = [slow / fast for slow, fast in zip(seconds['without'][1:], seconds['with'][1:])]    # the first warms up
+            ratios[setting] = [round(ratio, 3) for ratio in statistics.quantiles(found, n=4)]
+    finally:
+        inference.suitable_threads = saved
+        torch.set_num_threads(1)
+    return ratios
+
+
 def compare(model, rows):
     "Count the sentences for which both beam searches return the same tokens."
     found = [hypotheses[0] for start in range(0, len(rows), 100)
@@ -181,14 +211,16 @@ def main():
         'untrained, rotary': (
             accelerate(RelativeTransformer(RelativeConfig(**small, positions='rotary')).eval()), untrained)}
     with_all, without = measure(translator.model, rows, args.rounds)
-    print(json.dumps(without, indent=1), flush=True)
+    threads = measure_threads(translator.model, rows, args.rounds)
+    print(json.dumps({**without, 'one thread for small steps': threads}, indent=1), flush=True)
     path = RESULTS / 'inference.json'
     if args.sentences:
         equality = {name: compare(*model_and_rows) for name, model_and_rows in models.items()}
     else:
         equality = json.loads(path.read_text())['equality']
     result = {**about(), 'threads': 1, 'settings': list(SETTINGS), 'milliseconds': with_all,
-              'without': without, 'equality': equality}
+              'without': without, 'without_suitable_threads': {'threads': available_cores(), **threads},
+              'equality': equality}
     atomic_write(path, json.dumps(result, indent=1) + '\n')
     print(json.dumps(result, indent=1))
 

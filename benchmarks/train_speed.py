@@ -244,17 +244,19 @@ class Worker:
 
 # --- the measurement
 
-def matrix_rate(dtype, n=8192, repeats=20):
-    "Floating-point operations per second of a large matrix product on this GPU."
-    a = torch.randn(n, n, device='cuda', dtype=dtype)
-    b = torch.randn(n, n, device='cuda', dtype=dtype)
+def matrix_rate(device, dtype, repeats=20):
+    "Floating-point operations per second of a large matrix product in this precision."
+    n = 8192 if device == 'cuda' else 2048
+    wait = torch.cuda.synchronize if device == 'cuda' else lambda: None
+    a = torch.randn(n, n, device=device).to(dtype)
+    b = torch.randn(n, n, device=device).to(dtype)
     for _ in range(5):
         a @ b
-    torch.cuda.synchronize()
+    wait()
     start = time.perf_counter()
     for _ in range(repeats):
         a @ b
-    torch.cuda.synchronize()
+    wait()
     return repeats * 2 * n**3 / (time.perf_counter() - start)
 
 def measure(label, args):
@@ -319,8 +321,8 @@ def main():
     record = {'name': args.name, **about(), 'seed': SEED,
               'settings': {name: getattr(args, name) for name in ('rounds', 'steps', 'threads', 'device', 'precision')},
               'metrics': {label: measure(label, args) for label in args.sizes}}
-    if args.device == 'cuda':
-        record['matrix_tflops'] = round(matrix_rate(getattr(torch, args.precision)) / 1e12, 1)
+    torch.set_num_threads(args.threads)
+    record['matrix_tflops'] = round(matrix_rate(args.device, getattr(torch, args.precision)) / 1e12, 3)
     record['versions'] |= {'transformers': transformers.__version__}
     atomic_write(args.out or RESULTS / f'{args.name}.json', to_json(record))
 

@@ -68,7 +68,7 @@ NAME = re.compile(r'<span class="(?:n|nc|nf)">([A-Za-z_]\w*)</span>')
 CODE = re.compile(r'(?<=<div class="highlight-python notranslate"><div class="highlight">)<pre>.*?</pre>', re.S)
 TERM = re.compile(r'<a class="reference internal" href="(?:\.\./)?glossary\.html#term-([^"]+)">'
                   r'<span class="xref std std-term">(.*?)</span></a>', re.S)
-HEADING = re.compile(r'(<section id="([^"]+)"[^>]*>\s*(?:<span id="[^"]+"></span>\s*)*<h[1-4])>')
+HEADING = re.compile(r'(<section id="([^"]+)"[^>]*>\s*(?:<span id="[^"]+"></span>\s*)*<h([1-4]))>')
 SIGNATURE = re.compile(r'<dt [^>]*class="sig .*?</dt>', re.S)     # its parameters are a list without terms
 
 
@@ -88,12 +88,18 @@ def finish_page(app, pagename, templatename, context, doctree):
         definition = SITE['definitions'].get(match[1], '')
         return f'<a class="term" href="glossary.html#term-{match[1]}" data-definition="{definition}">{match[2]}</a>'
     body = TERM.sub(term, body)
-    # For the search: headings with an address, definitions before mentions, prose before code.
-    body = HEADING.sub(r'\1 id="\2-heading">', body)
+    # For the search: headings with an address, definitions before mentions, prose before code, and the pages that
+    # teach before those with details. Pagefind gives a heading the weight 8 less its level.
+    share = 0.3 if pagename in SITE['details'] else 1
+
+    def heading(match):
+        weight = '' if share == 1 else f' data-pagefind-weight="{share * (8 - int(match[3])):.1f}"'
+        return f'{match[1]} id="{match[2]}-heading"{weight}>'
+    body = HEADING.sub(heading, body)
     body = body.replace('<span class="sig-name', '<span data-pagefind-weight="8" class="sig-name')
-    body = body.replace('<div class="cell_input', '<div data-pagefind-weight="0.5" class="cell_input')
-    if pagename.startswith('api/'):
-        body = f'<div data-pagefind-weight="0.5">{body}</div>'
+    body = body.replace('<div class="cell_input', f'<div data-pagefind-weight="{share / 2}" class="cell_input')
+    if share < 1 or pagename.startswith('api/'):
+        body = f'<div data-pagefind-weight="{min(share, 0.5)}">{body}</div>'
     body = SIGNATURE.sub(lambda dt: re.sub(r'<(/?)d[ld]>', r'<\1div>', dt[0]), body)
     context['body'] = re.sub(r'(<strong>[^<]*</strong>) -- ', r'\1: ', body)       # parameters in the reference
     description = SITE['promises'].get(pagename, SITE['description'])

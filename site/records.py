@@ -100,8 +100,9 @@ def table(header, rows, label):
 def how(source):
     "The cells that say how a figure was made."
     command = f'<code class="command">{html.escape(source["command"])}</code>'
-    return [cell(source['seeds'] or '–'), cell(html.escape(source['machine'])), cell(source['date']),
-            cell(short_hash(source['weights'] or source['file'])), cell(command)]
+    made = f'<details><summary>{html.escape(source["machine"])}</summary>{command}</details>'
+    return [cell(source['seeds'] or '–'), cell(source['date']), cell(short_hash(source['weights'] or source['file'])),
+            cell(made, source['machine'])]
 
 
 def record_link(name):
@@ -138,7 +139,7 @@ def quality(records):
             row = [cell(task(name, record)), cell(label), cell(shown + note, f'{bleu:.3f}'),
                    cell(f'{scores["chrf"]:.2f}' if 'chrf' in scores else ''),
                    cell(f'{metrics["parameters"]:,}', metrics['parameters']),
-                   cell(f'{minutes:.0f}' if minutes else '', minutes or 0),
+                   cell(f'{minutes:.0f}' if minutes else '', minutes or ''),
                    cell(beam), cell(record_link(name)), *how(source)]
             rows.append((task(name, record), label, -bleu, row))
             points[kind].append((f'{name}, {label}', bleu, bleu - (half or 0), bleu + (half or 0)))
@@ -155,30 +156,28 @@ def ticks_of(highest):
 
 
 def plot(points, title, in_order=False):
-    "Values with their intervals (name, value, low, high), as a drawing in the page's own colours. The best is on top."
+    """Values with their intervals (name, value, low, high), the best on top, as HTML that fits a desk and a phone.
+
+    The style sheet puts a name beside its value, or above it where the screen is narrow.
+    """
     if not in_order:
         points = sorted(points, key=lambda point: -point[1])
-    left, width, height = 370, 420, 22
     ticks = ticks_of(max(high for *_, high in points))
 
-    def x(value):
-        return left + width * value / ticks[-1]
-    lines = []
-    for tick in ticks:
-        at = f'{x(tick):.1f}'
-        lines.append(f'<line class="grid" x1="{at}" x2="{at}" y1="24" y2="{30 + height * len(points)}"/>'
-                     f'<text class="tick" x="{at}" y="16" text-anchor="middle">{tick:,}</text>')
-    for i, (name, value, low, high) in enumerate(points):
-        y = 40 + height * i
-        lines.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end">{html.escape(name)}</text>'
-                     f'<line class="interval" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y}" y2="{y}"/>'
-                     f'<circle cx="{x(value):.1f}" cy="{y}" r="4"><title>{value:,.4g}</title></circle>')
+    def place(value):
+        return f'{100 * value / ticks[-1]:.2f}%'
+    scale = ''.join(f'<span style="left:{place(tick)}">{tick:,}</span>' for tick in ticks)
+    rows = []
+    for name, value, low, high in points:
+        width = f'{100 * (high - low) / ticks[-1]:.2f}%'
+        rows.append(f'<div class="name">{html.escape(name)}</div>'
+                    f'<div class="track" style="--step:{place(ticks[1])}">'
+                    f'<span class="interval" style="left:{place(low)};width:{width}"></span>'
+                    f'<span class="dot" style="left:{place(value)}" title="{value:,.4g}"></span></div>')
     title = html.escape(title)
-    size = f'0 0 {left + width + 30} {44 + height * len(points)}'
     return (f'\n```{{raw}} html\n<figure class="plot"><figcaption>{title}</figcaption>'
-            f'<div class="wide-table" tabindex="0" role="region" aria-label="{title}">'
-            f'<svg class="plot" viewBox="{size}" width="{left + width + 30}" role="img" aria-label="{title}">'
-            + ''.join(lines) + '</svg></div></figure>\n```\n')
+            f'<div class="chart" role="img" aria-label="{title}"><div class="name"></div>'
+            f'<div class="scale">{scale}</div>' + ''.join(rows) + '</div></figure>\n```\n')
 
 
 def speed(records):
@@ -219,7 +218,7 @@ def decoding_speed(records):
         latency = row.get('latency_ms', {}).get('median')                # of single sentences
         shown = f"{value:,.1f} ({row['slowest']:,.1f} to {row['fastest']:,.1f})"
         rows.append([cell(row['engine']), cell(row['beam']), cell(row['batch']), cell(units[row['unit']]),
-                     cell(row['threads']), cell(shown, value), cell(latency or '', latency or 0), *how(source)])
+                     cell(row['threads']), cell(shown, value), cell(latency or ''), *how(source)])
         if (row['beam'], row['batch'], row['unit']) == (4, 64, 'ids'):
             points.append((row['engine'], value, row['slowest'], row['fastest']))
     header = ['engine', 'beam', 'batch', 'from and to', 'threads', 'sentences per second (slowest to fastest round)',
@@ -242,7 +241,7 @@ def experiments(records):
             + plot(long, 'Toy EN-DE, long sentences: BLEU by positions and training set; lines: range over seeds'))
 
 
-HOW = ['seed', 'machine', 'date', 'hash', 'command']
+HOW = ['seed', 'date', 'hash', 'machine and command']
 
 
 def all_records(records):
@@ -269,7 +268,7 @@ def page(summary, caption):
 
 Every figure comes from a record in the repository. A record names the command, the seed, the machine and the date, and
 keeps its settings; the hash is the SHA-256 of the weights, or of the record where there are none (point at it to see
-all of it). [Page 46](46_the_record.ipynb) discusses the Multi30k results, and what they do not show.
+all of it), and the command stands below the machine. [Page 46](46_the_record.ipynb) discusses the Multi30k results, and what they do not show.
 
 ## The main rows
 

@@ -536,6 +536,7 @@ def test_it_fits_a_phone_and_a_desk(visit, width, scheme):
     assert page.evaluate('document.documentElement.dataset.theme') == scheme
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r'\d+', ground))) < 384) == (scheme == 'dark')
+    assert page.locator('#intro a').get_attribute('href').endswith('index.html')        # the way to the book
     PICTURES.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=PICTURES / f'{width}-{scheme}.png', full_page=True)
 

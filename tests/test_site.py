@@ -167,7 +167,7 @@ def test_results_are_those_of_the_records():
     assert table.count('class="figures"') >= len(found)
     # Each plot shows what its title says: all scores on cased text but the toy language's, all on tokenized text.
     plots = re.findall(r'<figcaption>(.*?)</figcaption>.*?</figure>', page)
-    circles = [part.count('<circle') for part in page.split('<figcaption>')[1:]]
+    circles = [part.count('class="dot"') for part in page.split('<figcaption>')[1:]]
     n_cased = sum(split != 'val' and 'bleu' in scores for name, record in found.items() if not name.startswith('toy')
                   for split, scores in record.get('scores', {}).items())
     n_tokenized = sum(split != 'val' and 'bleu' not in scores for record in found.values()
@@ -374,7 +374,8 @@ def test_every_page_fits_its_screen(visit, address, how):
 @pytest.mark.parametrize('words, target, heading', [
     ('label smoothing', '07_training.html', 'Training'), ('beam search', '08_decoding.html', 'Decoding'),
     ('MultiHeadAttention', '01_attention.html', 'Attention'),
-    ('MultiHeadAttention', 'api/attention.html', 'Module attention')])
+    ('MultiHeadAttention', 'api/attention.html', 'Module attention'),
+    ('masks', '01_attention.html', 'Attention'), ('train own tsv', '34_your_own_data.html', 'Your own data')])
 def test_search_finds(visit, words, target, heading):
     page = visit('21_vocabulary')
     page.keyboard.press('Control+k')
@@ -503,9 +504,30 @@ def test_tables_of_results_sort(visit):
     column = page.locator('table.sortable').first.locator('tbody tr td:nth-child(3)')
     page.locator('table.sortable').first.locator('th button', has_text='BLEU').click()
     values = [float(text.split()[0]) for text in column.all_inner_texts()]
-    assert values == sorted(values) and len(values) > 10
+    assert values == sorted(values, reverse=True) and len(values) > 10        # the best first
     page.locator('table.sortable').first.locator('th button', has_text='BLEU').click()
-    assert [float(text.split()[0]) for text in column.all_inner_texts()] == sorted(values, reverse=True)
+    assert [float(text.split()[0]) for text in column.all_inner_texts()] == sorted(values)
+    page.locator('table.sortable').first.locator('th button', has_text='minutes').click()
+    minutes = page.locator('table.sortable').first.locator('tbody tr td:nth-child(6)').all_inner_texts()
+    numbers = [float(text) for text in minutes if text.strip()]
+    assert numbers == sorted(numbers, reverse=True) and not any(text.strip() for text in minutes[len(numbers):])
+    page.locator('table.sortable').first.locator('th button', has_text='task').click()
+    tasks = page.locator('table.sortable').first.locator('tbody tr td:nth-child(1)').all_inner_texts()
+    assert tasks == sorted(tasks, key=str.lower) and len(set(tasks)) > 2
+
+
+@built
+@pytest.mark.parametrize('how', [PHONE, DESK], ids=['phone', 'desk'])
+def test_plots_of_results_fit_the_screen(visit, how):
+    "Values and intervals are inside the window, below or beside their names, and a table does not catch the wheel."
+    page = visit('results', **how)
+    page.wait_for_load_state('networkidle')
+    width = page.viewport_size['width']
+    outside = page.locator('.chart').evaluate_all('''(charts, width) => charts.flatMap(chart => [
+        ...chart.querySelectorAll('.name, .dot, .interval, .scale span')].map(part => part.getBoundingClientRect())
+        .filter(box => box.left < 0 || box.right > width))''', width)
+    assert outside == [] and page.locator('.chart .dot').count() > 40
+    assert page.locator('.wide-table').evaluate_all('tables => tables.every(t => t.scrollHeight <= t.clientHeight + 1)')
 
 
 @built

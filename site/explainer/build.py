@@ -99,7 +99,7 @@ def build(pages: str) -> str:
             'weights': base64.b64encode((MODEL / 'model.safetensors').read_bytes()).decode(),
             'words': known_words(), 'examples': examples(), 'links': links(pages)}
     text = json.dumps(data, ensure_ascii=False, separators=(',', ':')).replace('<', r'\u003c')
-    page = (HERE / 'page.html').read_text('utf-8')
+    page = (HERE / 'page.html').read_text('utf-8').replace('/*BOOK*/', pages.format(page='index'))
     for mark, content in (('/*STYLE*/', (HERE / 'style.css').read_text('utf-8')), ('/*DATA*/', text),
                           ('/*CODE*/', script())):
         before, after = page.split(mark)

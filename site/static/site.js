@@ -1,15 +1,25 @@
 // Small things that HTML and CSS cannot do: sort tables, let keys scroll what scrolls, start the live explainer.
 addEventListener('DOMContentLoaded', () => {
   for (const table of document.querySelectorAll('table.sortable')) {
-    const value = (row, i) => row.cells[i].dataset.sort ?? row.cells[i].textContent
+    const value = (row, i) => row.cells[i].dataset.sort ?? row.cells[i].textContent.trim()
+    const isNumber = text => text !== '' && Number.isFinite(Number(text))
     table.querySelectorAll('th button').forEach((button, i) => button.addEventListener('click', () => {
       const heading = button.parentElement
-      const down = heading.getAttribute('aria-sort') === 'ascending'
-      table.querySelectorAll('th').forEach(th => th.removeAttribute('aria-sort'))
-      heading.setAttribute('aria-sort', down ? 'descending' : 'ascending')
       const rows = [...table.tBodies[0].rows]
-      rows.sort((a, b) => value(a, i).localeCompare(value(b, i), 'en', {numeric: true}))
-      table.tBodies[0].append(...(down ? rows.reverse() : rows))
+      const numeric = rows.every(row => value(row, i) === '' || isNumber(value(row, i)))
+      const first = numeric ? 'descending' : 'ascending'              // the largest numbers, the first letters
+      const second = numeric ? 'ascending' : 'descending'
+      const order = heading.getAttribute('aria-sort') === first ? second : first
+      table.querySelectorAll('th').forEach(th => th.removeAttribute('aria-sort'))
+      heading.setAttribute('aria-sort', order)
+      const sign = order === 'ascending' ? 1 : -1
+      const difference = (a, b) => numeric ? a - b : a.localeCompare(b, 'en', {numeric: true})
+      rows.sort((a, b) => {
+        const [left, right] = [value(a, i), value(b, i)]
+        if (left === '' || right === '') return (left === '') - (right === '')      // empty cells stay below
+        return sign * difference(left, right)
+      })
+      table.tBodies[0].append(...rows)
     }))
   }
 
@@ -40,5 +50,6 @@ addEventListener('DOMContentLoaded', () => {
     if (!wide.matches) return          // on a phone, the explainer gets the whole screen
     event.preventDefault()
     live.replaceChildren(frame(live.dataset.explainer))
+    live.scrollIntoView()
   })
 })
