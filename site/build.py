@@ -192,7 +192,8 @@ def write_sources():
         (SOURCE / name).write_text(text, encoding='utf-8')
     settings = CFG | {'names': names, 'definitions': definitions(terms), 'footer': filled('footer.html', values),
                       'promises': {stem: html.escape(page['promise'], quote=True) for stem, page in PAGES.items()}}
-    settings['details'] = [stem for stem, page in PAGES.items() if page['group'].startswith(('Details', 'Appendix'))]
+    details = [page for page in PAGES.values() if page['group'].startswith(('Details', 'Appendix'))]
+    settings['details'] = [name for page in details for name in (page['stem'], f"api/{page['module']}")]
     settings['description'] = html.escape(settings['description'], quote=True)
     (SOURCE / 'site.json').write_text(json.dumps(settings), encoding='utf-8')
 

@@ -90,16 +90,17 @@ def finish_page(app, pagename, templatename, context, doctree):
     body = TERM.sub(term, body)
     # For the search: headings with an address, definitions before mentions, prose before code, and the pages that
     # teach before those with details. Pagefind gives a heading the weight 8 less its level.
-    share = 0.3 if pagename in SITE['details'] else 1
+    share = 0.05 if pagename in SITE['details'] else 1
 
     def heading(match):
-        weight = '' if share == 1 else f' data-pagefind-weight="{share * (8 - int(match[3])):.1f}"'
+        weight = '' if share == 1 else f' data-pagefind-weight="{share * (8 - int(match[3])):.2f}"'
         return f'{match[1]} id="{match[2]}-heading"{weight}>'
     body = HEADING.sub(heading, body)
-    body = body.replace('<span class="sig-name', '<span data-pagefind-weight="8" class="sig-name')
+    body = body.replace('<div class="exported"', f'<div data-pagefind-weight="{8 * share}" class="exported"')
+    body = body.replace('<span class="sig-name', f'<span data-pagefind-weight="{8 * share}" class="sig-name')
     body = body.replace('<div class="cell_input', f'<div data-pagefind-weight="{share / 2}" class="cell_input')
     if share < 1 or pagename.startswith('api/'):
-        body = f'<div data-pagefind-weight="{min(share, 0.5)}">{body}</div>'
+        body = f'<div data-pagefind-weight="{share / 2}">{body}</div>'
     body = SIGNATURE.sub(lambda dt: re.sub(r'<(/?)d[ld]>', r'<\1div>', dt[0]), body)
     context['body'] = re.sub(r'(<strong>[^<]*</strong>) -- ', r'\1: ', body)       # parameters in the reference
     description = SITE['promises'].get(pagename, SITE['description'])

@@ -199,7 +199,7 @@ def export_label(source, module):
     address = f"api/{module}.html#{CFG['lib_name']}.{module}"
     links = ' '.join(f'<a id="def-{name}" href="{address}.{name}">{name}</a>' for name in names)
     label = f'<span>{CFG["lib_name"]}.{module}</span>'
-    text = f'<div class="exported" data-pagefind-weight="8">{label}{links}</div>'
+    text = f'<div class="exported">{label}{links}</div>'
     return new_markdown_cell(f'```{{raw}} html\n{text}\n```')
 
 
