@@ -60,7 +60,7 @@ def t_quantile(df: int, confidence: float = 0.95) -> float:
     :param df: degrees of freedom: the number of values less one
     """
     angles, tail = student_tail(df)
-    angle = np.interp(1 - confidence, tail[::-1], angles[::-1])
+    angle = np.interp(1 - confidence, tail[::-1], angles[::-1]) # the inverse function; interp needs increasing x
     return float(math.sqrt(df) * math.tan(angle))
 
 def t_interval(values, confidence: float = 0.95) -> tuple[float, float]:
@@ -107,7 +107,8 @@ def paired_difference(a, b, confidence: float = 0.95) -> PairedDifference:
     mean = float(differences.mean())
     deviation = float(differences.std(ddof=1))
     if deviation:
-        effect_size = mean / deviation * (1 - 3 / (4 * len(differences) - 5)) # Hedges: 1 - 3 / (4 df - 1)
+        df = len(differences) - 1
+        effect_size = mean / deviation * (1 - 3 / (4 * df - 1)) # Hedges
     else:
         effect_size = math.copysign(math.inf, mean) if mean else 0.0
     return PairedDifference(mean, low, high, confidence, effect_size, tuple(differences.tolist()))
@@ -158,13 +159,14 @@ def p_value(difference: PairedDifference, prediction: Prediction, margin: float 
         return 0.0
     df = len(difference.differences) - 1
     angles, tail = student_tail(df)
-    return float(np.interp(math.atan(distance / standard_error / math.sqrt(df)), angles, tail))
+    t = distance / standard_error
+    return float(np.interp(math.atan(t / math.sqrt(df)), angles, tail)) # t = sqrt(df) tan(angle)
 
 def holm_levels(p_values: Sequence[float], alpha: float = 0.05) -> list[float]:
-    """Return the level at which each test decides (Holm, 1979): `alpha` over the number of tests that are still open.
+    """Return the significance level of each test (Holm, 1979): `alpha` over the number of tests that are still open.
 
     :param alpha: risk of one or more false positives among all tests
-    :return: for each test: it is decided if its p-value is at most this
+    :return: for each test: the claim is decided if its p-value is at most this
     """
     levels = [0.0] * len(p_values)
     n_open = len(p_values)
@@ -194,7 +196,7 @@ def decide(claims: Sequence[Claim], alpha: float = 0.05) -> list[dict]:
 
     The interval of a difference has the confidence that Holm's procedure asks of this claim.
 
-    :param claims: all claims of an experiment: each one more makes the others harder to decide
+    :param claims: all claims of an experiment: each additional claim makes the others harder to decide
     :param alpha: risk of one or more false positives among them
     :return: for each claim: claim, difference, p_value (not corrected), verdict
     """
