@@ -3,8 +3,8 @@
 """Relative positions: put positions inside attention: rotary positions and ALiBi, and a small experiment with longer
 sentences."""
 
-__all__ = ['RELATIVE_POSITIONS', 'rotate', 'RotaryAttention', 'alibi_slopes', 'offsets', 'AlibiAttention', 'without_positions',
-           'RelativeConfig', 'rotary_functions', 'alibi_functions', 'directional_alibi_functions',
+__all__ = ['RELATIVE_POSITIONS', 'rotate', 'RotaryAttention', 'alibi_slopes', 'offsets', 'AlibiAttention', 'RelativeConfig',
+           'without_positions', 'rotary_functions', 'alibi_functions', 'directional_alibi_functions',
            'RelativeTransformer']
 
 import copy
@@ -31,7 +31,7 @@ def rotate(x: Float[Tensor, "*batch n d_k"], table: Float[Tensor, "n d_k"]) -> F
     first = x[..., 0::2]
     second = x[..., 1::2]
     rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
-    return rotated.flatten(-2)
+    return rotated.flatten(-2) # the two features of a pair are neighbors again
 
 class RotaryAttention:
     """Rotate queries and keys, then attend. For self-attention: the m queries are the last of the n positions.
@@ -81,14 +81,14 @@ def offsets(m: int, n: int, device: torch.device | str | None = None) -> Int[Ten
     :param n: keys
     """
     keys = torch.arange(n, device=device)
-    queries = keys[n - m:, None]
-    return keys - queries
+    queries = keys[n - m:]
+    return keys - queries[:, None]
 
 class AlibiAttention:
     """Attention whose logits fall with the distance, by one slope per head (Press et al., 2022).
 
     With `directional`, the first half of the heads attends to the left and the second half to the right:
-    one of two rules that the authors discuss for encoders. Raises ValueError if `n_heads` is then odd.
+    one of the rules that the authors discuss for encoders. Raises ValueError if `n_heads` is then odd.
 
     :param directional: True: each head attends to one side of the query, and to the query's position
     """
@@ -122,18 +122,14 @@ class AlibiAttention:
             logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
         weights = logits.softmax(-1)
         if mask is not None:
-            weights = weights.masked_fill(~mask, 0)
+            weights = weights.masked_fill(~mask, 0)                    # a fully masked query gets zeros
         return weights @ value, weights
-
-def without_positions(config: 'RelativeConfig') -> TransformerConfig:
-    "Return the same configuration with `positions='none'`."
-    return TransformerConfig(**{**asdict(config), 'positions': 'none'})
 
 @dataclass(frozen=True)
 class RelativeConfig(TransformerConfig):
     """The sizes of a Transformer with positions inside self-attention. Raises ValueError as TransformerConfig does.
 
-    :param positions: a key of `RELATIVE_POSITIONS`
+    :param positions: a key of `RELATIVE_POSITIONS`, below
     """
     positions: str = 'rotary'
 
@@ -153,8 +149,12 @@ class RelativeConfig(TransformerConfig):
         "Features of a head's queries and keys."
         return self.d_k or self.d_model // self.n_heads
 
+def without_positions(config: RelativeConfig) -> TransformerConfig:
+    "Return the same configuration with `positions='none'`."
+    return TransformerConfig(**{**asdict(config), 'positions': 'none'})
+
 def rotary_functions(config: RelativeConfig) -> tuple[Callable, Callable]:
-    "Return the rotation for the encoder and for the decoder: the same object."
+    "Return the attention of the encoder and of the decoder: the same rotary attention."
     rotary = RotaryAttention(config.head_size, config.max_len)
     return rotary, rotary
 
