@@ -2,10 +2,10 @@
 
 """Pruning heads: measure how much each head of a trained model matters, and remove those that matter little."""
 
-__all__ = ['HEAD_KINDS', 'Head', 'attention_names', 'kept_heads', 'heads_of', 'head_indices', 'without_heads', 'PrunedConfig',
-           'linear_from', 'select_rows', 'select_columns', 'PrunedAttention', 'PrunedTransformer', 'prune_heads',
-           'leave_one_out', 'gated_heads', 'gate_gradients', 'gradient_importance', 'normalized', 'rank_correlation',
-           'pruning_curve', 'HardConcrete', 'gates_by_attention', 'close_gates', 'tune_gates', 'head_statistics']
+__all__ = ['HEAD_KINDS', 'Head', 'attention_names', 'kept_heads', 'heads_of', 'head_indices', 'without_heads', 'gated_heads',
+           'gate_gradients', 'gradient_importance', 'normalized', 'rank_correlation', 'PrunedConfig', 'linear_from',
+           'select_rows', 'select_columns', 'PrunedAttention', 'PrunedTransformer', 'prune_heads', 'HardConcrete',
+           'gates_by_attention', 'close_gates', 'tune_gates', 'leave_one_out', 'head_statistics', 'pruning_curve']
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ def attention_names(config: TransformerConfig) -> list[str]:
     return [f'{side}.layers.{i}.{name}' for side, name in kinds for i in range(config.n_layers)]
 
 def kept_heads(config: TransformerConfig, attention: str) -> list[int]:
-    "Return the numbers of the heads that an attention has."
+    "Return the numbers of the heads that an attention module has."
     pruned = getattr(config, 'kept_heads', {})
     return list(pruned.get(attention, range(config.n_heads)))
 
@@ -100,10 +100,87 @@ def without_heads(
     with ablate(model, head_indices(model, heads), method, outputs, seed):
         yield
 
+@contextmanager
+def gated_heads(model: nn.Module, gates: Mapping[str, Float[Tensor, "*batch heads"]]) -> Iterator[None]:
+    """Multiply the output of each head by its gate while the `with` block runs.
+
+    Raises ValueError if the number of gates is not the number of heads.
+
+    :param gates: by the name of a module: (heads), or (batch, 1, heads)
+    """
+    def multiply(gate): # an activation has shape (batch, m, heads, d_v)
+        return lambda activation: activation * gate[..., None]
+    with ExitStack() as stack:
+        for name, gate in gates.items():
+            n_heads = len(kept_heads(model.config, name))
+            if gate.size(-1) != n_heads:
+                raise ValueError(f'{name} has {n_heads} heads, but {gate.size(-1)} gates were given')
+            if n_heads:
+                stack.enter_context(edit_heads(model.get_submodule(name), multiply(gate)))
+        yield
+
+def gate_gradients(model: nn.Module, batch: Batch) -> dict[str, Float[Tensor, "sentences _"]]:
+    """Return the derivative of each sentence's loss, a sum over its tokens, with respect to each gate, at gates of 1.
+
+    :param model: in eval mode
+    :param batch: on the model's device
+    :return: by the name of a module: (sentences, heads)
+    """
+    n_heads = {name: len(kept_heads(model.config, name)) for name in attention_names(model.config)}
+    gates = {name: torch.ones(len(batch), 1, n, device=batch.src.device, requires_grad=True)
+             for name, n in n_heads.items() if n}
+    if not gates:
+        return {}
+    with torch.enable_grad(), gated_heads(model, gates):
+        loss = batch_loss(model, batch) * batch.n_tokens # from the mean over tokens to the sum
+    gradients = torch.autograd.grad(loss, list(gates.values()), materialize_grads=True)
+    return {name: gradient[:, 0] for name, gradient in zip(gates, gradients)}
+
+def gradient_importance(model: nn.Module, batches: Iterable[Batch]) -> dict[Head, float]:
+    """Return the expected absolute derivative of a sentence's loss with respect to each gate.
+
+    Michel et al. (2019, section 4.1); per target token instead of per sentence, which changes no order.
+
+    :param model: in eval mode
+    :param batches: on the model's device
+    :return: in nats per target token
+    """
+    totals = {head: 0.0 for head in heads_of(model)}
+    n_tokens = 0
+    for batch in batches:
+        for name, gradient in gate_gradients(model, batch).items():
+            sums = gradient.abs().sum(0) # the absolute value first: opposite signs do not cancel
+            for number, value in zip(kept_heads(model.config, name), sums.tolist()):
+                totals[Head(name, number)] += value
+        n_tokens += batch.n_tokens
+    return {head: total / n_tokens for head, total in totals.items()}
+
+def normalized(importance: Mapping[Head, float]) -> dict[Head, float]:
+    "Divide by the root of the sum of squares within each attention module (Michel et al., section 4.1)."
+    squares = {}
+    for head, value in importance.items():
+        squares[head.attention] = squares.get(head.attention, 0.0) + value ** 2
+    return {head: value / max(squares[head.attention], 1e-30) ** 0.5 for head, value in importance.items()}
+
+def rank_correlation(first: Mapping, second: Mapping) -> float:
+    """Return Spearman's rank correlation; ties share their mean rank. Raises ValueError if the keys differ.
+
+    :param first: a number for each head
+    :param second: another number for each
+    :return: from -1, opposite order, to 1, equal order
+    """
+    if first.keys() != second.keys() or len(first) < 2:
+        raise ValueError('rank_correlation compares two numbers for each of the same things, at least two')
+    values = torch.tensor([[float(x[key]) for key in first] for x in (first, second)], dtype=torch.float64)
+    n_smaller = (values[:, :, None] > values[:, None]).double().sum(-1)
+    n_equal = (values[:, :, None] == values[:, None]).double().sum(-1)
+    ranks = n_smaller + (n_equal - 1) / 2 # from 0; equal values share the mean of their ranks
+    return torch.corrcoef(ranks)[0, 1].item()
+
 @dataclass(frozen=True)
 class PrunedConfig(TransformerConfig):
     "The sizes of a Transformer that lost some heads. Raises ValueError as TransformerConfig does."
-    # name of an attention: numbers of its heads; an attention without an entry has all
+    # name of an attention module: numbers of its heads; a module without an entry has all
     kept_heads: dict = field(default_factory=dict, hash=False)
 
     def __post_init__(self):
@@ -202,115 +279,6 @@ def prune_heads(model: nn.Module, heads: Iterable[Head]) -> PrunedTransformer:
         setattr(pruned, name, module)
     return pruned.train(model.training)
 
-@torch.no_grad()
-def leave_one_out(
-    model: nn.Module, measure: Callable[[nn.Module], float], method: str = 'zero',
-    outputs: Mapping[str, Tensor] | None = None, seed: int = 0,
-) -> dict[Head, float]:
-    """Return how much the measure changes when one head is ablated and all others stay.
-
-    :param measure: returns, for example, the loss or the BLEU of a model
-    :param method: one of `causal_tests.ABLATIONS`
-    :param outputs: from `causal_tests.head_outputs`; for 'mean' and 'resample'
-    :param seed: of the draws of 'resample'
-    """
-    whole = measure(model)
-    changes = {}
-    for head in heads_of(model):
-        with without_heads(model, [head], method, outputs, seed):
-            changes[head] = measure(model) - whole
-    return changes
-
-@contextmanager
-def gated_heads(model: nn.Module, gates: Mapping[str, Float[Tensor, "*batch heads"]]) -> Iterator[None]:
-    """Multiply the output of each head by its gate while the `with` block runs.
-
-    Raises ValueError if the number of gates is not the number of heads.
-
-    :param gates: by the name of an attention: (heads), or (batch, 1, heads)
-    """
-    def multiply(gate): # an activation has shape (batch, m, heads, d_v)
-        return lambda activation: activation * gate[..., None]
-    with ExitStack() as stack:
-        for name, gate in gates.items():
-            n_heads = len(kept_heads(model.config, name))
-            if gate.size(-1) != n_heads:
-                raise ValueError(f'{name} has {n_heads} heads, but {gate.size(-1)} gates were given')
-            if n_heads:
-                stack.enter_context(edit_heads(model.get_submodule(name), multiply(gate)))
-        yield
-
-def gate_gradients(model: nn.Module, batch: Batch) -> dict[str, Float[Tensor, "sentences _"]]:
-    """Return the derivative of each sentence's loss, a sum over its tokens, with respect to each gate, at gates of 1.
-
-    :param model: in eval mode
-    :param batch: on the model's device
-    :return: by the name of an attention: (sentences, heads)
-    """
-    n_heads = {name: len(kept_heads(model.config, name)) for name in attention_names(model.config)}
-    gates = {name: torch.ones(len(batch), 1, n, device=batch.src.device, requires_grad=True)
-             for name, n in n_heads.items() if n}
-    if not gates:
-        return {}
-    with torch.enable_grad(), gated_heads(model, gates):
-        loss = batch_loss(model, batch) * batch.n_tokens # from the mean over tokens to the sum
-    gradients = torch.autograd.grad(loss, list(gates.values()), materialize_grads=True)
-    return {name: gradient[:, 0] for name, gradient in zip(gates, gradients)}
-
-def gradient_importance(model: nn.Module, batches: Iterable[Batch]) -> dict[Head, float]:
-    """Return the expected absolute derivative of a sentence's loss with respect to each gate.
-
-    Michel et al. (2019, section 4.1); per target token instead of per sentence, which changes no order.
-
-    :param model: in eval mode
-    :param batches: on the model's device
-    :return: in nats per target token
-    """
-    totals = {head: 0.0 for head in heads_of(model)}
-    n_tokens = 0
-    for batch in batches:
-        for name, gradient in gate_gradients(model, batch).items():
-            sums = gradient.abs().sum(0) # the absolute value first: opposite signs do not cancel
-            for number, value in zip(kept_heads(model.config, name), sums.tolist()):
-                totals[Head(name, number)] += value
-        n_tokens += batch.n_tokens
-    return {head: total / n_tokens for head, total in totals.items()}
-
-def normalized(importance: Mapping[Head, float]) -> dict[Head, float]:
-    "Divide by the root of the sum of squares within each attention (Michel et al., section 4.1)."
-    squares = {}
-    for head, value in importance.items():
-        squares[head.attention] = squares.get(head.attention, 0.0) + value ** 2
-    return {head: value / max(squares[head.attention], 1e-30) ** 0.5 for head, value in importance.items()}
-
-def rank_correlation(first: Mapping, second: Mapping) -> float:
-    """Return Spearman's rank correlation; ties share their mean rank. Raises ValueError if the keys differ.
-
-    :param first: a number for each head
-    :param second: another number for each
-    :return: from -1, opposite order, to 1, equal order
-    """
-    if first.keys() != second.keys() or len(first) < 2:
-        raise ValueError('rank_correlation compares two numbers for each of the same things, at least two')
-    values = torch.tensor([[float(x[key]) for key in first] for x in (first, second)], dtype=torch.float64)
-    n_smaller = (values[:, :, None] > values[:, None]).double().sum(-1)
-    n_equal = (values[:, :, None] == values[:, None]).double().sum(-1)
-    ranks = n_smaller + (n_equal - 1) / 2 # from 0; equal values share the mean of their ranks
-    return torch.corrcoef(ranks)[0, 1].item()
-
-def pruning_curve(
-    model: nn.Module, order: Sequence[Head], measure: Callable[[nn.Module], float],
-    steps: Iterable[int] | None = None,
-) -> dict[int, float]:
-    """Remove heads in an order, without training in between, and measure the smaller models.
-
-    :param order: which head is removed first, second, ...
-    :param steps: numbers of heads to remove; default: 0, 1, 2, ... all
-    :return: by the number of heads left
-    """
-    steps = range(len(order) + 1) if steps is None else steps
-    return {len(order) - n: measure(prune_heads(model, order[:n])) for n in steps}
-
 class HardConcrete(nn.Module):
     """Random gates from 0 to 1, often exactly 0 or 1, with a gradient (Louizos et al., 2018).
 
@@ -347,7 +315,7 @@ class HardConcrete(nn.Module):
 def gates_by_attention(
     model: nn.Module, heads: Sequence[Head], values: Float[Tensor, "*batch gates"],
 ) -> dict[str, Tensor]:
-    """Group gates by attention.
+    """Group gates by attention module.
 
     :param heads: that have a gate; all others stay open
     :param values: one for each of `heads`
@@ -402,6 +370,25 @@ def tune_gates(
         optimizer.step()
     return close_gates(model.eval(), heads, gates.final())
 
+@torch.no_grad()
+def leave_one_out(
+    model: nn.Module, measure: Callable[[nn.Module], float], method: str = 'zero',
+    outputs: Mapping[str, Tensor] | None = None, seed: int = 0,
+) -> dict[Head, float]:
+    """Return how much the measure changes when one head is ablated and all others stay.
+
+    :param measure: returns, for example, the loss or the BLEU of a model
+    :param method: one of `causal_tests.ABLATIONS`
+    :param outputs: from `causal_tests.head_outputs`; for 'mean' and 'resample'
+    :param seed: of the draws of 'resample'
+    """
+    whole = measure(model)
+    changes = {}
+    for head in heads_of(model):
+        with without_heads(model, [head], method, outputs, seed):
+            changes[head] = measure(model) - whole
+    return changes
+
 def head_statistics(maps: Sequence[Float[Tensor, "layers heads _ _"]]) -> dict[str, Float[Tensor, "layers heads"]]:
     """Return means over queries: entropy of the row (nats), and weight on the token of that name.
 
@@ -417,3 +404,16 @@ def head_statistics(maps: Sequence[Float[Tensor, "layers heads _ _"]]) -> dict[s
     }
     return {name: torch.cat([measure(w) for w in maps], dim=-1).mean(-1)
             for name, measure in measures.items()}
+
+def pruning_curve(
+    model: nn.Module, order: Sequence[Head], measure: Callable[[nn.Module], float],
+    steps: Iterable[int] | None = None,
+) -> dict[int, float]:
+    """Remove heads in an order, without training in between, and measure the smaller models.
+
+    :param order: which head is removed first, second, ...
+    :param steps: numbers of heads to remove; default: 0, 1, 2, ... all
+    :return: by the number of heads left
+    """
+    steps = range(len(order) + 1) if steps is None else steps
+    return {len(order) - n: measure(prune_heads(model, order[:n])) for n in steps}
