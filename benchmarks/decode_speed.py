@@ -14,6 +14,8 @@ The record is written after every cell of the table. Run the same command again 
 How it measures:
 
 - Each engine runs in its own process, one process for each number of threads, so that no two OpenMP runtimes share one.
+- CTranslate2 is called in two ways: each product divided between the threads, or the batch divided between workers
+  with one thread each.
 - One round over all numbers of threads chooses the best number for each engine and each cell of the table;
   the record shows all of them. A worker sleeps while it is not measured.
 - The rounds that count alternate in time, each starting with another engine. The record holds every round; the
@@ -48,9 +50,12 @@ OURS_CTRANSLATE2_EXACT = 'annotated_transformer with CTranslate2, until none can
 TRANSFORMERS = 'transformers'
 CTRANSLATE2 = 'CTranslate2 float32'
 CTRANSLATE2_INT8 = 'CTranslate2 int8'
+CTRANSLATE2_WORKERS = 'CTranslate2 float32, a worker for each thread'
+CTRANSLATE2_INT8_WORKERS = 'CTranslate2 int8, a worker for each thread'
 OLD = 'annotated_transformer 0.1.0'
 ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_INT8, OURS_CTRANSLATE2_EXACT, TRANSFORMERS, CTRANSLATE2,
-           CTRANSLATE2_INT8)
+           CTRANSLATE2_INT8, CTRANSLATE2_WORKERS, CTRANSLATE2_INT8_WORKERS)
+WORKERS = (CTRANSLATE2_WORKERS, CTRANSLATE2_INT8_WORKERS) # divide a batch, as our engine does; one sentence cannot be divided
 EXACT = (OURS_EXACT, OURS_CTRANSLATE2_EXACT) # differ from the row above with a beam only
 ON_GPU = (OURS, OURS_EXACT, TRANSFORMERS) # measured with --device cuda
 TEXT_ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_INT8, OURS_CTRANSLATE2_EXACT) # also translate from text to text
@@ -125,20 +130,21 @@ def transformers_engine(prepared, threads, device):
 
     return from_ids, None
 
-def ctranslate2_engine(prepared, threads, compute_type):
+def ctranslate2_engine(prepared, threads, compute_type, n_workers):
+    import math
     import ctranslate2
     from annotated_transformer.vocabulary import load_tokenizer
     tokenizer = load_tokenizer(Path(prepared['ctranslate2']) / 'tokenizer.json')
     ids = token_ids(tokenizer)
     names = list(ids)
     engine = ctranslate2.Translator(str(prepared['ctranslate2']), device='cpu', compute_type=compute_type,
-                                    inter_threads=1, intra_threads=threads)
+                                    inter_threads=n_workers, intra_threads=threads // n_workers)
 
     def from_ids(rows, beam):
         sources = [[names[i] for i in row[:-1]] for row in rows] # the engine adds EOS
         longest = max(map(len, rows)) + prepared['max_extra_tokens']
-        found = engine.translate_batch(sources, beam_size=beam, length_penalty=1.0, max_batch_size=0,
-                                       max_decoding_length=longest)
+        found = engine.translate_batch(sources, beam_size=beam, length_penalty=1.0, max_decoding_length=longest,
+                                       max_batch_size=math.ceil(len(rows) / n_workers))
         return [[ids[name] for name in result.hypotheses[0]] for result in found]
 
     return from_ids, None
@@ -157,7 +163,9 @@ def make_engine(name, prepared, threads, device):
         return old_engine(prepared, threads)
     if name == TRANSFORMERS:
         return transformers_engine(prepared, threads, device)
-    return ctranslate2_engine(prepared, threads, 'int8' if name == CTRANSLATE2_INT8 else 'float32')
+    n_workers = threads if name in WORKERS else 1
+    compute_type = 'int8' if name in (CTRANSLATE2_INT8, CTRANSLATE2_INT8_WORKERS) else 'float32'
+    return ctranslate2_engine(prepared, threads, compute_type, n_workers)
 
 
 # --- a worker: one engine with one number of threads; it reads cells from standard input and answers with seconds
@@ -285,7 +293,8 @@ def cells_of(args):
 
 def contestants(cell, engines):
     "The engines to measure in a cell, each with its units."
-    names = [name for name in engines if not (name in EXACT and cell['beam'] == 1)]
+    names = [name for name in engines
+             if not (name in EXACT and cell['beam'] == 1) and not (name in WORKERS and cell['batch'] == 1)]
     return [(name, unit) for unit in ('ids', 'text') for name in names if unit == 'ids' or name in TEXT_ENGINES]
 
 def summary(results, cell):
