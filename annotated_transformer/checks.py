@@ -97,10 +97,11 @@ def check_logits(p: Probe):
     return True, f'from {out.min():.2g} to {out.max():.2g}'
 
 @CHECKS.add('future', 'no logit depends on a later target token',
-            "the decoder's self-attention mask: left out, inverted, off by one, transposed, or combined"
-            ' with | instead of &. If source padding fails too, look at what encoder and decoder share:'
-            ' the attention function (softmax over the wrong axis, mask applied after it or filled with'
-            ' a number near 0), heads merged without transpose, a norm over positions')
+            "the decoder's self-attention mask: left out, inverted, off by one, transposed, or combined with"
+            ' the wrong operator (right: & if True means may attend, | if True means masked, as in'
+            ' nn.Transformer). If source padding fails too, look at what encoder and decoder share: the'
+            ' attention function (softmax over the wrong axis, mask applied after it or filled with a'
+            ' number near 0), heads merged without transpose, a norm over positions')
 def check_future(p: Probe):
     src, tgt = p.pair()
     base = p.logits(src, tgt)
@@ -178,7 +179,8 @@ def check_past(p: Probe):
     return p.different(smallest_change(p, 1), f'replaced each of {p.m} target tokens')
 
 @CHECKS.add('source', 'each logit depends on all source tokens',
-            'cross-attention: missing, or applied to the target; a padding mask that is inverted')
+            'cross-attention: missing, or applied to the target; a padding mask that is inverted (in'
+            ' nn.Transformer, True means masked)')
 def check_source(p: Probe):
     return p.different(smallest_change(p, 0), f'replaced each of {p.n} source tokens')
 
@@ -254,7 +256,8 @@ def check_without_positions(p: Probe):
             raise NotApplicable('relative positions cannot be switched off: pass without_positions=')
         return p.equal(error, f'reversed and rotated, without {", ".join(names[:2]) or "nothing"}')
 
-# A bias added to every key does not change the softmax: its gradient is 0.
+# A bias added to every key, such as k_proj.bias or attn.key.bias, does not change the softmax: its gradient is 0.
+# PyTorch's in_proj_bias is also that of queries and values, and gets a gradient.
 KEY_BIAS = re.compile(r'(^|[._])k(ey)?(_?(proj|lin(ear)?|layer))?\.bias$')
 
 @CHECKS.add('gradients', 'a gradient reaches every parameter',

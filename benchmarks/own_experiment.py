@@ -4,11 +4,14 @@
     python benchmarks/own_experiment.py      # ten minutes of one core; stop it at any time, run it again to continue
 
 The script runs the code of the page, and keeps what the page's function `stored` made. So the record holds the runs of
-the code that a reader sees. Delete the record when that code changes, and run the script again, then the page.
+the code that a reader sees: each key has a hash of the configuration, the data and the code. When they change, delete
+the record, and run the script again, then the page.
 """
 import argparse
 import json
+import linecache
 import os
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault('MPLBACKEND', 'Agg')
@@ -39,13 +42,27 @@ def code_of(page):
     return ['\n'.join(line for line in source.splitlines() if not line.startswith('%'))
             for source in sources if "'google.colab'" not in source]
 
+def compile_cell(source, number):
+    "Compile a cell, and let `inspect.getsource` find its functions."
+    name = f'cell {number} of {PAGE.name}'
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    return compile(source, name, 'exec')
+
+def stored_and_saved(record, key, make):
+    "Return what the record holds under this key; if it holds nothing, call `make`, and save the result."
+    if key not in record:
+        record[key] = make()
+    return record[key]
+
 def run_page(sources):
     "Run the cells in one namespace; what they store is saved at once."
     namespace = {'__name__': '__main__'}
     for number, source in enumerate(sources):
-        exec(compile(source, f'cell {number} of {PAGE.name}', 'exec'), namespace)
+        exec(compile_cell(source, number), namespace)
         if not isinstance(namespace.get('recorded'), Saved) and 'recorded' in namespace:
             namespace['recorded'] = Saved(namespace['recorded'])
+        if 'stored' in namespace:
+            namespace['stored'] = partial(stored_and_saved, namespace['recorded'])
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,4 +1,5 @@
 "What the scripts in benchmarks/ write into records, and what they refuse to overwrite."
+import ast
 import gzip
 import json
 import shlex
@@ -535,6 +536,60 @@ def test_long_runs_of_page_47_are_kept_as_they_finish(tmp_path, monkeypatch):
         own_experiment.run_page(own_experiment.code_of(page))
     found = json.loads((tmp_path / 'record.json').read_text())
     assert found['values'] == {'loss': 0.12346, 'pilot': [[1.0]]} and found['machine'] and found['command']
+
+
+def test_what_page_47_stores_is_saved(tmp_path, monkeypatch):
+    sources = ['recorded = {}', 'def stored(key, make): return make()', "losses = [stored('seed 0', lambda: 2.0)] * 2",
+               "assert stored('seed 0', None) == 2.0"]
+    monkeypatch.setattr(own_experiment, 'RECORD', tmp_path / 'record.json')
+    own_experiment.run_page(sources)
+    assert json.loads((tmp_path / 'record.json').read_text())['values'] == {'seed 0': 2.0}
+
+
+@pytest.fixture
+def page_47():
+    "What page 47 imports and defines, and its data: no run."
+    data = ('config', 'texts', 'ids', 'pairs', 'val_pairs', 'test_pairs', 'peak_lrs', 'pilot_seeds')
+    namespace = {'__name__': '__main__'}
+    for number, source in enumerate(own_experiment.code_of(own_experiment.PAGE)):
+        name = own_experiment.compile_cell(source, number).co_filename
+        tree = ast.parse(source)
+        tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef))
+                     or isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in data]
+        exec(compile(tree, name, 'exec'), namespace)
+    return namespace
+
+
+def test_record_of_page_47_is_that_of_its_code(page_47):
+    fingerprint, run = page_47['fingerprint'], page_47['run']
+    expected = {f'baseline {fingerprint(run, None)}'}
+    for name in 'use_rms_norm', 'use_gelu', 'drop_norm_bias', 'use_attention_plus_one':
+        expected.add(f'{name} {fingerprint(run, page_47[name])}')
+    for name in 'use_gelu', 'drop_norm_bias', 'use_attention_plus_one':
+        expected.add(f'{name} {fingerprint(page_47["pilot_losses"], page_47[name])}')
+    for change in None, page_47['use_rms_norm']:
+        expected.add(f'three epochs {fingerprint(page_47["three_epochs"], change)}')
+    values = json.loads(own_experiment.RECORD.read_text('utf-8'))['values']
+    assert {key.split(',')[0] for key in values} == expected
+
+
+@pytest.mark.parametrize('edit', [
+    'def use_gelu(model):\n    return gelu_feed_forward\n', 'def gelu_feed_forward(feed_forward, x):\n    return x\n',
+    'def run(change, peak_lr, seed, batches, n_pairs=3000):\n    return 0.0\n', 'config = config, 1\n',
+    'pairs = pairs[1:]\n', 'test_pairs = val_pairs\n'], ids=lambda edit: edit.split('(')[0].split(' =')[0])
+def test_other_code_gets_no_recorded_run_on_page_47(page_47, edit):
+    def now(): return page_47['fingerprint'](page_47['run'], page_47['use_gelu'])
+    before = now()
+    assert now() == before
+    exec(own_experiment.compile_cell(edit, 'edited'), page_47)
+    assert now() != before
+
+
+def test_page_47_makes_again_what_is_not_in_its_record(page_47):
+    "A value that a change reads from elsewhere is not in its hash: so the page keeps none of a reader's runs."
+    page_47['recorded'] = {'a': 1}
+    assert page_47['stored']('a', lambda: 2) == 1
+    assert [page_47['stored']('b', lambda i=i: i) for i in range(2)] == [0, 1]
 
 
 def test_every_record_names_the_instructions_of_the_processor(monkeypatch):
