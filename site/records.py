@@ -60,7 +60,8 @@ def sources(name, record):
 
 # Records whose pages name them in another way: complexity by its program, those of speed by a name put together.
 DISCUSSED = {'complexity': ['05_why_self_attention'], 'train-speed-gpu-base': ['24_kernels'],
-             'train-speed-gpu-big': ['24_kernels'], 'decode-speed': ['63_engines'],
+             'train-speed-gpu-big': ['24_kernels'], 'train-speed-cpu': ['24_kernels'],
+             'train-speed-cpu-bfloat16': ['24_kernels'], 'decode-speed': ['63_engines'],
              'decode-speed-tiny': ['63_engines'], 'decode-speed-small': ['63_engines'],
              'decode-speed-base': ['63_engines']}
 
@@ -268,7 +269,8 @@ def page(summary, caption):
 
 Every figure comes from a record in the repository. A record names the command, the seed, the machine and the date, and
 keeps its settings; the hash is the SHA-256 of the weights, or of the record where there are none (point at it to see
-all of it), and the command stands below the machine. [Page 46](46_the_record.ipynb) discusses the Multi30k results, and what they do not show.
+all of it), and the command stands below the machine. [Page 46](46_the_record.ipynb) discusses the Multi30k results, and
+what they do not show.
 
 ## The main rows
 
