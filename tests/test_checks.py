@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from annotated_transformer.checks import CHECKS, check_transformer
+from annotated_transformer.positions import SinusoidalPositions
 from annotated_transformer.probes import (
     Checks, CountSines, NotApplicable, leaves, position_modules, training_without_dropout)
 from annotated_transformer.recurrent import Recurrent, RecurrentConfig
@@ -341,3 +342,29 @@ def test_a_check_of_your_own():
     assert checks.run('0', 0).failed == ['half', 'inverse']
     assert 'ZeroDivisionError' in checks.run('0', 0)['inverse'].observed
     assert checks.run('-1', -1).not_applicable == ['half']
+
+
+class Gpt(nn.Module):
+    "A decoder-only model made of `nn.TransformerEncoder`; without the mask, `future` and `prefix` should fail."
+    def __init__(self, has_mask=True):
+        super().__init__()
+        self.embed = nn.Embedding(19, 32)
+        self.positions = SinusoidalPositions(32, 16)
+        self.core = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), 2)
+        self.lm_head = nn.Linear(32, 19)
+        self.has_mask = has_mask
+
+    def forward(self, ids):
+        future = torch.ones(ids.size(1), ids.size(1), dtype=torch.bool).triu(1)
+        return self.lm_head(self.core(self.positions(self.embed(ids)), mask=future if self.has_mask else None))
+
+
+@pytest.mark.parametrize('has_mask', [True, False])
+def test_decoder_only_models_are_checked_as_page_45_says(has_mask):
+    def call(model, src, tgt):
+        return model(torch.cat([src, tgt], dim=1))[:, src.size(1):]
+    torch.manual_seed(0)
+    skip = ['without positions', 'overfit', 'mixed precision', 'device']
+    report = check_transformer(Gpt(has_mask), call, pad=None, skip=skip)
+    assert report.failed == ([] if has_mask else ['future', 'prefix'])
+    assert {'encoder', 'source padding', 'target padding'} <= set(report.not_applicable)
