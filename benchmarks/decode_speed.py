@@ -388,6 +388,8 @@ def arguments():
     if args.device == 'cuda' and not args.worker:
         args.engines = [name for name in args.engines if name in ON_GPU]
         args.thread_counts = [1]
+    if args.old and (args.size or args.model):
+        parser.error('--old brings its own model: leave out --size and --model')
     if args.old and not args.worker:
         args.engines = [OURS, OLD]
         args.name = args.name or 'decode-speed-0.1.0'

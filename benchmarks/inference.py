@@ -31,7 +31,7 @@ from annotated_transformer.translator import Translator
 from annotated_transformer.vocabulary import EOS, PAD
 
 RESULTS = Path(__file__).parent / 'results'
-BUSY_ROUNDS = 5 # a search with two threads that wait for one another can take a hundred times as long
+BUSY_ROUNDS = 5 # a search with two threads that wait for one another take many times as long
 SETTINGS = {'greedy, 1 sentence': (1, 1), 'beam 4, 1 sentence': (4, 1), 'beam 4, batch of 64': (4, 64)}
 
 
