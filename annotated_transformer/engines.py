@@ -422,9 +422,10 @@ def ctranslate2_obstacle(model: nn.Module, device: str) -> Exception | None:
 def decoded(tokenizer: Tokenizer, ids: list[int], prefix: str, prefix_ids: list[int]) -> str:
     "Return ids as text. A prefix with characters that the vocabulary lacks stays as it was given."
     text = tokenizer.decode(ids)
-    decoded_prefix = tokenizer.decode(prefix_ids)
-    if UNK in prefix_ids and text.startswith(decoded_prefix):
-        return prefix.rstrip() + text[len(decoded_prefix):]
+    if UNK in prefix_ids:
+        decoded_prefix = tokenizer.decode(prefix_ids)
+        if text.startswith(decoded_prefix):
+            return prefix.rstrip() + text[len(decoded_prefix):]
     return text
 
 def shared_copy(model: nn.Module) -> nn.Module:

@@ -126,7 +126,8 @@ class BytePairTokenizer(Tokenizer):
     """
     kind = 'bpe'
     def __init__(self, model, langs: Sequence[str] = ()):
-        check_specials([model.id_to_token(i) for i in range(len(SPECIALS))])
+        self.vocabulary = [model.id_to_token(i) for i in range(model.get_vocab_size())]
+        check_specials(self.vocabulary)
         self.model = model
         self.langs = tuple(langs)
         self.model.encode_special_tokens = True # read '<eos>' in a text as ordinary text; files do not store this
@@ -165,12 +166,12 @@ class BytePairTokenizer(Tokenizer):
         texts = [replace_surrogates(text) for text in texts]
         ids = []
         for i in range(0, len(texts), 1000): # in parts: an `Encoding` is much larger than its ids
-            encodings = self.model.encode_batch(texts[i:i + 1000], add_special_tokens=False)
+            encodings = self.model.encode_batch_fast(texts[i:i + 1000], add_special_tokens=False)
             ids += [encoding.ids for encoding in encodings]
         return ids
 
     def token(self, i: int) -> str:
-        return self.model.id_to_token(i)
+        return self.vocabulary[i]
 
     def word(self, i: int) -> str:
         return word_of_subword(super().word(i))
@@ -179,7 +180,7 @@ class BytePairTokenizer(Tokenizer):
         return self.model.decoder.decode(tokens)
 
     def __len__(self) -> int:
-        return self.model.get_vocab_size()
+        return len(self.vocabulary)
 
     def state(self) -> dict:
         return {'tokenizer': json.loads(self.model.to_str())}

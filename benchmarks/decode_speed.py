@@ -206,7 +206,7 @@ class Worker:
     "A process with one engine."
     def __init__(self, name, threads, prepared, device):
         environment = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads),
-                           TOKENIZERS_PARALLELISM='false')
+                           RAYON_NUM_THREADS=str(threads), TOKENIZERS_PARALLELISM='true')
         if name == OLD:
             environment['PYTHONPATH'] = json.loads(prepared.read_text())['old']
         command = [sys.executable, __file__, '--worker', name, '--thread-counts', str(threads),
