@@ -48,10 +48,7 @@ class KeyValueCache:
         self.values = F.pad(self.values, (0, 0, 0, 1))
 
     def update(
-        self,
-        layer: int,
-        key: Float[Tensor, "rows heads 1 d_k"],
-        value: Float[Tensor, "rows heads 1 d_v"],
+        self, layer: int, key: Float[Tensor, "rows heads 1 d_k"], value: Float[Tensor, "rows heads 1 d_v"],
     ) -> tuple[Float[Tensor, "rows heads t d_k"], Float[Tensor, "rows heads t d_v"]]:
         "Store a layer's newest key and value; return its keys and values of all positions."
         keys = self.keys[:, self.heads[layer]]
@@ -66,8 +63,7 @@ class KeyValueCache:
         self.values = self.values.index_select(0, rows)
 
 def project_source(
-    model: nn.Module,
-    encoder_output: Float[Tensor, "s n d_model"],
+    model: nn.Module, encoder_output: Float[Tensor, "s n d_model"],
 ) -> list[tuple[Float[Tensor, "s heads n d_k"], Float[Tensor, "s heads n d_v"]]]:
     "Return the keys and values of each layer's cross-attention."
     projected = []
@@ -398,10 +394,14 @@ def beam_search(
     :return: for each sentence its `n_best` hypotheses, best first
     """
     config = replace(config, **changes)
+    is_greedy = config.beam_size == 1 and config.patience is None
 
     def choose(log_prob, log_probs):
         totals = (log_prob[..., None] + log_probs).flatten(1) # (s, k * vocab_size)
-        best, index = totals.topk(min(2 * config.beam_size, totals.size(1)))
+        if is_greedy: # the first EOS ends the search: no second candidate is needed
+            best, index = totals.max(1, keepdim=True)
+        else:
+            best, index = totals.topk(min(2 * config.beam_size, totals.size(1)))
         return best, index // log_probs.size(-1), index % log_probs.size(-1)
 
     return search(model, src, config, prefix, choose)

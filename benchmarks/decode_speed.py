@@ -16,14 +16,15 @@ How it measures:
 - Each engine runs in its own process, one process for each number of threads, so that no two OpenMP runtimes share one.
 - CTranslate2 is called in two ways: each product divided between the threads, or the batch divided between workers
   with one thread each.
-- One round over all numbers of threads chooses the best number for each engine and each cell of the table;
-  the record shows all of them. A worker sleeps while it is not measured.
-- The rounds that count alternate in time, each starting with another engine. The record holds every round; the
-  tables show the median, the smallest and the largest.
+- Rounds alternate in time, each starting with another engine. A round measures each engine with each number of
+  threads; the number with the best median counts for each engine and each cell of the table, and the record shows the
+  others' medians too. A worker sleeps while it is not measured.
+- The record holds every round of the number that counts; the tables show the median, the smallest and the largest.
 - All engines search alike: greedily or with a beam of 4, scores divided by the number of tokens, until as many
   hypotheses have finished as the beam is wide. Our default, which stops when no active hypothesis can win, has rows of
   its own.
-- A model with random weights never ends a translation: each has as many tokens as its source, EOS included.
+- A model with random weights never ends a translation: each has as many tokens as its source, EOS included. A
+  stopping rule then makes no difference, so there are no rows for it.
 - `ids` is from token ids to token ids, `text` from text to text; both are measured in the same rounds. Batches are
   sorted by length. A batch of 1 gives the latency of single sentences: median and 95th percentile.
 
@@ -297,6 +298,9 @@ def contestants(cell, engines):
              if not (name in EXACT and cell['beam'] == 1) and not (name in WORKERS and cell['batch'] == 1)]
     return [(name, unit) for unit in ('ids', 'text') for name in names if unit == 'ids' or name in TEXT_ENGINES]
 
+def median_seconds(results):
+    return round(statistics.median(sum(result['seconds']) for result in results), 4)
+
 def summary(results, cell):
     "Speed over the rounds, and for single sentences the latency over all rounds."
     totals = [sum(result['seconds']) for result in results]
@@ -316,33 +320,29 @@ def measure_cell(args, path, cell):
     pairs = contestants(cell, args.engines)
     workers = {(name, threads): Worker(name, threads, path, args.device)
                for name in dict(pairs) for threads in args.thread_counts}
-    sweep = {pair: {} for pair in pairs}
-    results = {pair: [] for pair in pairs}
+    results = {(name, unit, threads): [] for name, unit in pairs for threads in args.thread_counts}
     try:
         for worker in workers.values():
             worker.read() # it is ready
-        for name, unit in pairs:
-            for threads in args.thread_counts:
-                worker = workers[name, threads]
-                worker.measure({**cell, 'unit': unit}, warm_up=True)
-                seconds = sum(worker.measure({**cell, 'unit': unit})['seconds'])
-                sweep[name, unit][threads] = round(seconds, 4)
-        best = {pair: min(seconds, key=seconds.get) for pair, seconds in sweep.items()}
+        for name, unit, threads in results:
+            workers[name, threads].measure({**cell, 'unit': unit}, warm_up=True)
         for i in range(args.rounds):
             start = i % len(pairs)
             for name, unit in pairs[start:] + pairs[:start]:
-                worker = workers[name, best[name, unit]]
-                results[name, unit].append(worker.measure({**cell, 'unit': unit}))
+                for threads in args.thread_counts:
+                    results[name, unit, threads].append(workers[name, threads].measure({**cell, 'unit': unit}))
     finally:
         for worker in workers.values():
             worker.stop()
     rows = []
     for name, unit in pairs:
-        first = next(pair for pair in pairs if pair[1] == unit)
-        digests = results[name, unit][0]['digests']
-        same = sum(a == b for a, b in zip(digests, results[first][0]['digests']))
-        row = {**cell, 'unit': unit, 'engine': name, 'threads': best[name, unit],
-               'seconds_by_threads': sweep[name, unit], 'same_as_first': same, **summary(results[name, unit], cell)}
+        seconds = {threads: median_seconds(results[name, unit, threads]) for threads in args.thread_counts}
+        best = min(seconds, key=seconds.get)
+        found = results[name, unit, best]
+        first = next(key for key in results if key[1] == unit)
+        same = sum(a == b for a, b in zip(found[0]['digests'], results[first][0]['digests']))
+        row = {**cell, 'unit': unit, 'engine': name, 'threads': best, 'seconds_by_threads': seconds,
+               'same_as_first': same, **summary(found, cell)}
         rows.append(row)
         print(f"{unit:4} beam {row['beam']} batch {row['batch']:2} {name:58} "
               f"{row['threads']} threads {row['sentences_per_second']:8.1f} sentences/s "
@@ -377,7 +377,8 @@ def arguments():
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--thread-counts', type=int, nargs='+', default=list(range(1, (os.cpu_count() or 1) + 1)))
     parser.add_argument('--device', default='cpu', choices=['cpu', 'cuda'])
-    parser.add_argument('--engines', nargs='+', default=list(ENGINES), choices=ENGINES)
+    parser.add_argument('--engines', nargs='+', default=list(ENGINES), choices=ENGINES, metavar='NAME',
+                        help=f'default: all of {"; ".join(ENGINES)}')
     parser.add_argument('--old', type=Path, help='a checkout of version 0.1.0: compare with its engine and its model')
     parser.add_argument('--cells', type=int, help='stop after so many cells (default: measure all that are missing)')
     parser.add_argument('--name', help='of the record (decode-speed, or decode-speed-SIZE)')
@@ -388,6 +389,8 @@ def arguments():
     if args.device == 'cuda' and not args.worker:
         args.engines = [name for name in args.engines if name in ON_GPU]
         args.thread_counts = [1]
+    if args.size:
+        args.engines = [name for name in args.engines if name not in EXACT]
     if args.old and (args.size or args.model):
         parser.error('--old brings its own model: leave out --size and --model')
     if args.old and not args.worker:
