@@ -3,10 +3,10 @@
 """Kernels: replace attention, dropout and the output layer's loss with faster functions, and check that the results
 agree."""
 
-__all__ = ['SHORT', 'SMALL', 'ONEDNN_CACHES', 'CACHE_CAPACITY', 'fused_attention', 'is_faster_unfused', 'mask_kind',
-           'smoothed_loss_and_gradient', 'ChunkedLoss', 'chunked_loss', 'linear_cross_entropy', 'summed_loss',
-           'validate', 'FastDropout', 'accelerate', 'fused_qkv', 'suitable_threads', 'r_drop_loss_and_gradient',
-           'r_drop_loss', 'bound_onednn_caches', 'LossModule']
+__all__ = ['SMALL', 'ONEDNN_CACHES', 'CACHE_CAPACITY', 'fused_attention', 'mask_kind', 'smoothed_loss_and_gradient',
+           'ChunkedLoss', 'chunked_loss', 'linear_cross_entropy', 'summed_loss', 'validate', 'FastDropout',
+           'accelerate', 'fused_qkv', 'suitable_threads', 'r_drop_loss_and_gradient', 'r_drop_loss',
+           'bound_onednn_caches', 'LossModule']
 
 import math
 import os
@@ -26,21 +26,17 @@ from .distributed import Processes
 from .training import label_smoothing_loss
 from .vocabulary import PAD
 
-SHORT = 40 # keys up to which plain attention is faster for a batch on a CPU, without gradients
-
 def fused_attention(
     query: Float[Tensor, "*batch m d_k"], key: Float[Tensor, "*batch n d_k"], value: Float[Tensor, "*batch n d_v"],
     mask: Bool[Tensor, "*#batch #m n"] | None = None,
 ) -> tuple[Float[Tensor, "*batch m d_v"], Tensor | None]:
-    """The output of `attention.attention`, by PyTorch's fused kernels or, for short sentences, by the plain formula.
+    """The output of `attention.attention`, by PyTorch's fused kernels.
 
     A fully masked query gets zeros.
 
     :param mask: True where a query may attend
     :return: output; weights or None
     """
-    if is_faster_unfused(query, key):
-        return attention(query, key, value, mask)
     kind = mask_kind(mask)
     if kind != 'other':
         return F.scaled_dot_product_attention(query, key, value, is_causal=kind == 'causal'), None
@@ -50,12 +46,6 @@ def fused_attention(
     return output.masked_fill(fully_masked, 0), None
 
 fused_attention.reference = attention # the same output, always with the weights
-
-def is_faster_unfused(query, key):
-    "Whether plain attention is faster: on a CPU, without gradients, for several queries in a batch of short sentences."
-    is_batch = query.size(0) > 1 and query.size(-2) > 1
-    is_short = key.size(-2) <= SHORT and query.device.type == 'cpu'
-    return is_batch and is_short and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 def mask_kind(
     mask: Bool[Tensor, "*batch m n"] | None,
