@@ -29,13 +29,13 @@ from .vocabulary import PAD
 def fused_attention(
     query: Float[Tensor, "*batch m d_k"], key: Float[Tensor, "*batch n d_k"], value: Float[Tensor, "*batch n d_v"],
     mask: Bool[Tensor, "*#batch #m n"] | None = None,
-) -> tuple[Float[Tensor, "*batch m d_v"], Tensor | None]:
+) -> tuple[Float[Tensor, "*batch m d_v"], None]:
     """The output of `attention.attention`, by PyTorch's fused kernels.
 
     A fully masked query gets zeros.
 
     :param mask: True where a query may attend
-    :return: output; weights or None
+    :return: output; None in place of the weights
     """
     kind = mask_kind(mask)
     if kind != 'other':

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from annotated_transformer import kernels, toy_languages
+from annotated_transformer import toy_languages
 from annotated_transformer.attention import MultiHeadAttention
 from annotated_transformer.attention_maps import (
     alignment_error_rate, alignment_links, attention_maps, change_attention, record_attention, strongest_links,
@@ -40,7 +40,7 @@ def translator():
 # --- recording and changing weights
 
 @pytest.mark.parametrize('fast', [False, True])
-def test_recording_changes_nothing_and_leaves_no_trace(model, fast, monkeypatch):
+def test_recording_changes_nothing_and_leaves_no_trace(model, fast):
     if fast:
         accelerate(model)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
@@ -100,7 +100,7 @@ def test_maps_are_sorted_by_layer(model):
 
 
 @pytest.mark.parametrize('positions', ['rotary', 'alibi'])
-def test_maps_of_relative_positions(positions, monkeypatch):
+def test_maps_of_relative_positions(positions):
     "Attention functions that hold another function inside record, too, also when the inner one is fused."
     torch.manual_seed(0)
     model = RelativeTransformer(RelativeConfig(vocab_size=20, n_layers=1, d_model=16, d_ff=32, n_heads=2, max_len=12,
