@@ -56,10 +56,11 @@ class Tokenizer:
 
     def tokens(self, ids: Iterable[SupportsInt]) -> list[str]:
         "Return each id's token. Raises ValueError for an id outside the vocabulary."
+        size = len(self)
         tokens = []
         for i in map(int, ids):
-            if not 0 <= i < len(self):
-                raise ValueError(f'id {i} is not in [0, {len(self)}), the ids of this tokenizer')
+            if not 0 <= i < size:
+                raise ValueError(f'id {i} is not in [0, {size}), the ids of this tokenizer')
             tokens.append(self.token(i))
         return tokens
 

@@ -235,46 +235,61 @@ class Worker:
 # --- the measurement
 
 def random_model(size, folder):
-    "A model with random weights that never ends a translation, in the format that all engines can hold."
+    """A model with random weights that never ends a translation, in the format that all engines can hold.
+
+    Its tokenizer is that of the toy model, with more tokens, which occur in outputs only.
+    """
     import torch
     from annotated_transformer.checkpoints import build_model
     from annotated_transformer.marian import MarianConfig
     from annotated_transformer.translator import Translator
-    from annotated_transformer.vocabulary import EOS, SPECIALS, WordTokenizer
+    from annotated_transformer.vocabulary import EOS, BytePairTokenizer
     torch.manual_seed(0)
     config = MarianConfig(**SIZES[size], activation='relu', max_len=64) # its output layer has a bias
-    words = [f'w{i}' for i in range(config.vocab_size - len(SPECIALS))]
-    tokenizer = WordTokenizer([*SPECIALS, *words], ('en', 'de'))
+    toy = Translator.load(device='cpu').tokenizer
+    state = {**toy.state(), 'langs': toy.langs}
+    tokens = state['tokenizer']['model']['vocab']
+    for i in range(len(tokens), config.vocab_size):
+        tokens[f'▁more{i}'] = i
+    tokenizer = BytePairTokenizer.from_state(state)
     model = build_model(config).eval()
     with torch.no_grad():
         model.lm_head.bias[EOS] = -1e4
     Translator(model, tokenizer).save(folder)
     return folder
 
+def random_texts(tokenizer, n):
+    "Texts of 20 random words, each of which is one token: their translations have one length for all engines."
+    import random
+    words = []
+    for token in tokenizer.tokens(range(len(tokenizer))):
+        word = token.removeprefix('▁')
+        if word.isalpha() and len(tokenizer.encode(word)) == 1:
+            words.append(word)
+    numbers = random.Random(0)
+    return [' '.join(numbers.choices(words, k=20)) for _ in range(n)]
+
 def prepare(args, folder):
     "Convert the model for every engine and encode the sentences."
-    import random
     from annotated_transformer.corpora import CorpusConfig, load_corpus
     from annotated_transformer.interop import export_ctranslate2, export_marian
     from annotated_transformer.translator import SHIPPED, Translator
     from annotated_transformer.vocabulary import EOS
     if args.size:
         model = random_model(args.size, folder / 'model')
-        words = random.Random(0)
-        texts = [' '.join(f'w{words.randrange(900)}' for _ in range(20)) for _ in range(args.sentences)]
     else:
         model = args.model or SHIPPED
         if args.old:
             old_model = args.old / 'annotated_transformer/data/toy-ende'
             model = folder / 'model'
             subprocess.run([sys.executable, ROOT / 'tools/convert_v1.py', old_model, model], check=True)
+    tokenizer = Translator.load(model, device='cpu').tokenizer
+    if args.size:
+        texts = random_texts(tokenizer, args.sentences)
+    else:
         data = {'data_dir': args.data_dir} if args.corpus == 'multi30k' else {}
         texts = [src for src, _ in load_corpus(CorpusConfig(args.corpus, **data))[args.split]][:args.sentences]
-    tokenizer = Translator.load(model, device='cpu').tokenizer
-    if args.size: # one token for each word, without the word splitter
-        rows = [[*map(tokenizer.id_of, text.split()), EOS] for text in texts]
-    else:
-        rows = [[*row, EOS] for row in tokenizer.encode_batch(texts, tokenizer.langs[0])]
+    rows = [[*row, EOS] for row in tokenizer.encode_batch(texts, tokenizer.langs[0])]
     prepared = {'model': str(model), 'rows': rows, 'texts': texts, 'max_extra_tokens': 0 if args.size else 50,
                 'marian': str(export_marian(model, folder / 'marian'))}
     if args.old:
