@@ -229,6 +229,33 @@ def test_one_line_says_that_pytorch_computes(shipped, cache, call, reason):
         call(Translator.load(SHIPPED, 'cpu', 'auto'))
 
 
+@pytest.mark.parametrize('d_model, compute_type, n_workers', [
+    (128, 'float32', 2), (256, 'float32', 1), (256, 'int8', 2), (512, 'int8', 1)])
+def test_wide_models_divide_products_narrow_ones_batches(tmp_path, monkeypatch, d_model, compute_type, n_workers):
+    config = replace(PAPER, d_model=d_model, d_ff=8, n_heads=4)
+    write_model(tmp_path, config)
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 2)
+    engine = Translator.load(tmp_path, 'cpu', 'ctranslate2', compute_type).engine
+    assert engine.translator.num_translators == engine.n_workers == n_workers
+
+
+def test_a_batch_of_few_sentences_is_not_divided(shipped, monkeypatch):
+    sizes = []
+    engine = shipped[1].engine
+    monkeypatch.setattr(engine, 'n_workers', 2)
+
+    class Recorder:
+        def translate_batch(self, rows, *args, max_batch_size, **options):
+            sizes.append(max_batch_size)
+            return original.translate_batch(rows, *args, max_batch_size=max_batch_size, **options)
+
+    original = engine.translator
+    monkeypatch.setattr(engine, 'translator', Recorder())
+    for n in (1, 8, 32, 64):
+        engine.beam_search([[5, 6, EOS]] * n, DecodingConfig(beam_size=1))
+    assert sizes == [16, 16, 16, 32]
+
+
 def test_a_seed_repeats_draws(shipped):
     with pytest.warns(UserWarning, match='a seed'):
         assert shipped[1].sample(TEXTS, seed=3) == shipped[0].sample(TEXTS, seed=3)
