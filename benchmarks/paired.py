@@ -6,7 +6,8 @@
 DIR holds multi30k-tok. The statistic is the difference between the mean BLEU (and mean chrF) of the seeds of two
 settings, on text that is lower-cased and tokenized already. Both tests keep the trained models fixed: they say how much
 the difference depends on the test sentences, not on the seeds. The record is paired.json; it also holds, for each seed,
-chrF with its precision and recall, the n-gram precisions of BLEU, and the length of the translations.
+chrF with its precision and recall, the n-gram precisions of BLEU, and the length of the translations. What BLEU counts in
+each sentence goes to NAME-seedS.test.counts.txt, for page 46 to draw sentences and seeds; --counts-only writes nothing else.
 """
 import argparse
 import gzip
@@ -41,6 +42,15 @@ def counts_of(name: str, references: list[str]) -> np.ndarray: # (seeds, sentenc
                   for translation, reference in zip(translations, references, strict=True)]
         found.append([[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores])
     return np.array(found)
+
+def write_counts(name: str, counts: np.ndarray):
+    "Write what BLEU counts in each sentence: a file for each seed. The number of n-grams follows from the length."
+    for seed, rows in zip(SEEDS, counts):
+        matches, ngrams, lengths = np.split(rows, [MAX_ORDER, 2 * MAX_ORDER], axis=1)
+        np.testing.assert_array_equal(ngrams, np.maximum(lengths[:, :1] - np.arange(MAX_ORDER), 0))
+        lines = ['# of each sentence: matching 1-, 2-, 3- and 4-grams, tokens, reference tokens (benchmarks/paired.py)']
+        lines += [' '.join(map(str, row)) for row in np.hstack([matches, lengths]).tolist()]
+        atomic_write(RESULTS / f'{name}-seed{seed}.test.counts.txt', '\n'.join(lines) + '\n')
 
 def mean_bleu(counts: np.ndarray) -> float:
     "Return the mean BLEU of some systems."
@@ -101,12 +111,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--data-dir', type=Path, required=True, help='folder with multi30k-tok')
     parser.add_argument('--out', type=Path, default=RESULTS / f'{NAME}.json', help='the record')
+    parser.add_argument('--counts-only', action='store_true', help='write the counts of each sentence, and no record')
     args = parser.parse_args()
     path = args.data_dir / 'multi30k-tok' / 'test_2016_flickr.lc.norm.tok.de.gz'
     with gzip.open(path, 'rt', encoding='utf-8') as file:
         references = file.read().splitlines()
     names = list(dict.fromkeys(sum(PAIRS, ())))
     counts = {name: counts_of(name, references) for name in names}
+    for name, rows in counts.items():
+        write_counts(name, rows)
+    if args.counts_only:
+        return
     characters = {name: np.array([chrf_counts(texts, references) for texts in translations_of(name)]) for name in names}
     metric = CHRF()
     for name in names: # our counts give sacreBLEU's chrF

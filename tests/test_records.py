@@ -348,6 +348,25 @@ def test_paired_comparison_of_settings():
     assert same['difference'] == 0 and same['p_value'] == 1
 
 
+def test_stored_counts_of_sentences_give_the_bleu_of_the_record():
+    found = json.loads((paired.RESULTS / 'paired.json').read_text())
+    for name, setting in found['settings'].items():
+        for seed, bleu in zip(paired.SEEDS, setting['bleu'], strict=True):
+            counts = np.loadtxt(paired.RESULTS / f'{name}-seed{seed}.test.counts.txt', dtype=int)
+            assert len(counts) == found['sentences'] and counts[:, 5].sum() == found['reference_tokens']
+            ngrams = np.maximum(counts[:, 4:5] - np.arange(4), 0)
+            assert record.bleu_of(np.hstack([counts[:, :4], ngrams, counts[:, 4:]])) == pytest.approx(bleu)
+
+
+def test_counts_of_sentences_are_written_and_read_again(tmp_path, monkeypatch, corpus):
+    references = [tgt for _, tgt in corpus['val']]
+    counts = record.bleu_counts([text.replace('die', 'der') for text in references], references)
+    monkeypatch.setattr(paired, 'RESULTS', tmp_path)
+    paired.write_counts('few', np.array([counts] * len(paired.SEEDS)))
+    stored = np.loadtxt(tmp_path / f'few-seed{paired.SEEDS[-1]}.test.counts.txt', dtype=int)
+    assert (stored == counts[:, [0, 1, 2, 3, -2, -1]]).all()
+
+
 def test_character_counts_give_the_chrf_of_sacrebleu(corpus):
     references = [tgt for _, tgt in corpus['val']]
     translations = [text.replace('die', 'der').removesuffix('.') for text in references]
