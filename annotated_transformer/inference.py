@@ -25,16 +25,16 @@ from .vocabulary import BOS, EOS, PAD, UNK
 class KeyValueCache:
     """Keys and values of all decoder self-attentions at the positions so far.
 
-    :param n_rows: one row for each hypothesis
+    :param n_hypotheses: of all sentences together
     :param n_heads: heads of each layer
     :param d_k: features of a head's keys
     :param d_v: features of a head's values
     :param like: supplies dtype and device
     """
-    def __init__(self, n_rows: int, n_heads: Sequence[int], d_k: int, d_v: int, like: Tensor):
+    def __init__(self, n_hypotheses: int, n_heads: Sequence[int], d_k: int, d_v: int, like: Tensor):
         total = sum(n_heads)    # the heads of all layers lie side by side
-        self.keys = like.new_empty(n_rows, total, 0, d_k)
-        self.values = like.new_empty(n_rows, total, 0, d_v)
+        self.keys = like.new_empty(n_hypotheses, total, 0, d_k)
+        self.values = like.new_empty(n_hypotheses, total, 0, d_v)
         self.heads = [slice(end - n, end) for n, end in zip(n_heads, accumulate(n_heads))]
 
     @property
@@ -48,8 +48,8 @@ class KeyValueCache:
         self.values = F.pad(self.values, (0, 0, 0, 1))
 
     def update(
-        self, layer: int, key: Float[Tensor, "rows heads 1 d_k"], value: Float[Tensor, "rows heads 1 d_v"],
-    ) -> tuple[Float[Tensor, "rows heads t d_k"], Float[Tensor, "rows heads t d_v"]]:
+        self, layer: int, key: Float[Tensor, "hypotheses heads 1 d_k"], value: Float[Tensor, "hypotheses heads 1 d_v"],
+    ) -> tuple[Float[Tensor, "hypotheses heads t d_k"], Float[Tensor, "hypotheses heads t d_v"]]:
         "Store a layer's newest key and value; return its keys and values of all positions."
         keys = self.keys[:, self.heads[layer]]
         values = self.values[:, self.heads[layer]]
@@ -57,10 +57,10 @@ class KeyValueCache:
         values[:, :, -1:] = value
         return keys, values
 
-    def reorder(self, rows: Int[Tensor, "new_rows"]) -> None:
-        "Keep these rows, in this order; a row may occur more than once."
-        self.keys = self.keys.index_select(0, rows)
-        self.values = self.values.index_select(0, rows)
+    def reorder(self, hypotheses: Int[Tensor, "n_new"]) -> None:
+        "Keep these hypotheses, in this order; one may occur more than once."
+        self.keys = self.keys.index_select(0, hypotheses)
+        self.values = self.values.index_select(0, hypotheses)
 
 def project_source(
     model: nn.Module, encoder_output: Float[Tensor, "s n d_model"],
@@ -96,7 +96,7 @@ class DecoderState:
         self.cache = KeyValueCache(len(src), n_heads, d_k, d_v, like=encoder_output)
 
     def logits(self, tokens: Int[Tensor, "s k"]) -> Float[Tensor, "s k vocab_size"]:
-        "Return the logits of the next token, given each hypothesis's last one: the decoder runs for one position."
+        "Return the logits of the next token, given each hypothesis's last token: the decoder runs for one position."
         model = self.model
         position = self.positions[self.cache.length]
         x = model.tgt_embed(tokens) * math.sqrt(model.config.d_model) + position
@@ -281,7 +281,7 @@ class BeamState:
             if best == -math.inf: # the constraints forbid every token
                 self.end_truncated(row)
         is_eos = token == EOS
-        for row, rank in is_eos[:, :beam_size].nonzero().tolist():
+        for row, rank in is_eos[:, :beam_size].nonzero().tolist(): # a worse one is dropped
             ids = self.ids[row, parent[row, rank]].tolist()
             self.add_finished(row, ids, log_prob[row, rank].item())
         active = log_prob.masked_fill(is_eos, -math.inf)

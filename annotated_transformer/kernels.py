@@ -248,10 +248,10 @@ def fused_qkv(
 SMALL = 2**22 # up to this many multiplications in its largest product, a step uses one thread
 
 @contextmanager
-def suitable_threads(model: nn.Module, n_rows: int) -> Iterator[None]:
-    "Use one CPU thread while steps of `n_rows` hypotheses are small."
+def suitable_threads(model: nn.Module, n_hypotheses: int) -> Iterator[None]:
+    "Use one CPU thread if a step with `n_hypotheses` hypotheses is small."
     n_threads = torch.get_num_threads()
-    if n_rows * model.config.d_model * model.config.vocab_size <= SMALL:
+    if n_hypotheses * model.config.d_model * model.config.vocab_size <= SMALL:
         torch.set_num_threads(1)
     try:
         yield
