@@ -1022,3 +1022,13 @@ def test_settings_on_page_30_have_the_scores_of_the_record():
     cells = ' '.join(row[3] for row in rows[1:]).replace('**', '')
     for name, row in runs.items():
         assert f"{row['val_bleu']:.1f} ({row['val_chrf']:.1f})" in cells, name
+
+
+def test_captions_on_page_10_have_the_scores_of_the_records():
+    (rows,) = [table for table in shown_tables('10_english_to_german') if table[0][0] == 'BLEU, chrF']
+    names = [f'multi30k-en-de{end}' for end in ('', '-seed2', '-seed3')] + [f'gpu-en-de-wide-seed{seed}' for seed in (1, 2, 3)]
+    for row, name in zip(rows[1:], names, strict=True):
+        parts = [load_result(name)['scores'][split] for split in ('val', 'test_2016_flickr', 'test_2017_mscoco')]
+        expected = [f"{part['bleu']:.1f} ± {part['bleu_half_width']:.1f}, {part['chrf']:.1f}" for part in parts]
+        assert row[1:] == [*expected, f"{parts[1]['lowercased_tokenized_bleu']:.1f}"], name
+    assert parts[0]['chrf_signature'] in shown_text('10_english_to_german')
