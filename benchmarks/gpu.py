@@ -1,13 +1,28 @@
 #!/usr/bin/env python3
-"""Train many models at the same time on one GPU, and score them. The models are small, so one alone leaves a GPU idle.
+"""Train small models together on one GPU, in parts of at most nine minutes, and score them.
 
-    python benchmarks/gpu.py rates --data-dir DIR --jobs 1 8 15     # steps per second of 1, 8 and 15 runs together
-    python benchmarks/gpu.py train --data-dir DIR --minutes 8       # the models of page 46
+    python benchmarks/gpu.py languages --data-dir DIR    # DIR holds the folders multi30k and multi30k-tok
+    python benchmarks/gpu.py languages --data-dir DIR    # again: continue with what has no record yet
 
-All runs start together, each in a process of its own. Those that end within --minutes have a record.
-DIR holds the folders multi30k and multi30k-tok. Settings are chosen on `val` alone. Matrix products use TF32.
-With CUDA's multi-process service (nvidia-cuda-mps-control), the kernels of several processes run at the same time;
-without it, the processes take turns.
+One small model leaves a GPU idle, so all runs of a part start together, each in a process of its own; every setting has
+three seeds. A run that ends is scored, and gets its record in results/. After --minutes, the other runs save a
+checkpoint in --runs and stop: the same command resumes them.
+
+    languages      raw DE-EN and EN-FR, with the settings of EN-DE in the part wide
+    r-drop         tokenized text to the end: dropout 0.2 with R-Drop, and without it (the control)
+    wide           raw EN-DE to the end: the wide model with R-Drop, and the recipe in batches of 4,096 tokens
+    baseline       tokenized text to the end: dropout 0.3 without R-Drop, and with it
+    six-minutes    the records of 2026-11-26, which page 46 discusses: stopped after six minutes of training
+    speed          tokens per second of base and big beside nn.Transformer (train_speed.py)
+    rates          steps per second of 1, 8 and 15 runs together; writes no record
+
+What fits in 15 minutes? On an H200, the twelve runs of six-minutes made 130 steps per second together, 10 to 12 each.
+45 epochs are 5,200 to 5,600 steps. So six runs need at least 4.5 minutes (if they make as many steps together), and at
+most nine (if each of them is as slow as among twelve): one part fits, and a second one probably does. Nobody has measured
+six. Start with languages, then r-drop: page 46 misses them most.
+
+Settings are chosen on `val` alone. Matrix products use TF32. With CUDA's multi-process service (nvidia-cuda-mps-control),
+the kernels of several processes run at the same time; without it, the processes take turns.
 """
 import argparse
 import json
@@ -20,10 +35,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from record import RESULTS
+
 HERE = Path(__file__).parent
 SEEDS = 1, 2, 3
+MAX_MINUTES = 9
+STOPPING = 15 # seconds of a part in which its runs save a checkpoint and end
 DECODING_TOKENS = 30_000 # that are decoded at once
 WARM_UP = 30 # steps before a measurement
+FLICKR, COCO = 'test_2016_flickr', 'test_2017_mscoco'
 TOKENIZED = ('--recipe multi30k-en-de --corpus files --pair en-de '
              '--src {data}/multi30k-tok/train.lc.norm.tok.en.gz --tgt {data}/multi30k-tok/train.lc.norm.tok.de.gz '
              '--val-src {data}/multi30k-tok/val.lc.norm.tok.en.gz --val-tgt {data}/multi30k-tok/val.lc.norm.tok.de.gz '
@@ -31,32 +51,52 @@ TOKENIZED = ('--recipe multi30k-en-de --corpus files --pair en-de '
              '--test-tgt {data}/multi30k-tok/test_2016_flickr.lc.norm.tok.de.gz')
 RAW = '--recipe multi30k-en-de --data-dir {data}/multi30k'
 BATCHES = '--max-tokens 4096 --max-epochs 45 --save-every 300 --average-checkpoints 5 --val-sentences 200'
+RATE = '--peak-lr 5e-3' # of the published size: a Transformer of width 128
 R_DROP = '--r-drop 5 --compile-loss'
-SETTINGS = { # of the published size: a Transformer of width 128
-    'tok-recipe': '--peak-lr 5e-3',
-    'tok-r-drop': f'--peak-lr 5e-3 {R_DROP}',
-    'tok-r-drop-less-dropout': f'--peak-lr 5e-3 {R_DROP} --dropout 0.2',
-}
+LESS_DROPOUT = '--dropout 0.2'
 WIDE = '--d-model 256 --d-ff 512 --peak-lr 2.5e-3' # 7.8 million parameters
+SIX_MINUTES = '--max-minutes 6'
 PENALTIES = '0.6', '1.0', '1.4', '1.8'
+SPEED = {size: ['--sizes', size, '--device', 'cuda', '--precision', 'bfloat16', '--rounds', '5', '--steps', '4', '--threads',
+                '2', '--systems', 'annotated_transformer', 'nn.Transformer, real logits',
+                '--name', f'train-speed-gpu-{size}'] for size in ('base', 'big')}
 
 @dataclass(frozen=True)
 class Run:
     "A model to train: its record's name, the options of `annotated-transformer train`, and the test splits to score."
     name: str
     options: str
-    splits: tuple[str, ...] = ()
+    splits: tuple[str, ...]
 
-def all_runs() -> list[Run]:
-    "Three seeds of every setting."
-    flickr = 'test_2016_flickr'
-    both = (flickr, 'test_2017_mscoco')
-    found = []
-    for seed in SEEDS:
-        for name, options in SETTINGS.items():
-            found.append(Run(f'gpu-{name}-seed{seed}', f'{TOKENIZED} {BATCHES} {options} --seed {seed}', ('test',)))
-        found.append(Run(f'gpu-en-de-wide-seed{seed}', f'{RAW} {BATCHES} {R_DROP} {WIDE} --seed {seed}', both))
-    return found
+def seeds_of(name: str, splits: tuple[str, ...], *options: str) -> list[Run]:
+    "Return a setting's run for each seed."
+    return [Run(f'{name}-seed{seed}', ' '.join([*options, f'--seed {seed}']), splits) for seed in SEEDS]
+
+def tokenized(name: str, *options: str) -> list[Run]:
+    return seeds_of(name, ('test',), TOKENIZED, BATCHES, RATE, *options)
+
+PARTS = {
+    'languages': [
+        *seeds_of('gpu-de-en', (FLICKR, COCO), RAW.replace('en-de', 'de-en'), BATCHES, RATE),
+        *seeds_of('gpu-en-fr', (FLICKR,), RAW.replace('en-de', 'en-fr'), BATCHES, RATE)],
+    'r-drop': [
+        *tokenized('gpu-full-tok-r-drop-less-dropout', R_DROP, LESS_DROPOUT),
+        *tokenized('gpu-full-tok-less-dropout', LESS_DROPOUT)],
+    'wide': [
+        *seeds_of('gpu-full-en-de-wide', (FLICKR, COCO), RAW, BATCHES, R_DROP, WIDE),
+        *seeds_of('gpu-en-de', (FLICKR, COCO), RAW, BATCHES, RATE)],
+    'baseline': [
+        *tokenized('gpu-full-tok-recipe'),
+        *tokenized('gpu-full-tok-r-drop', R_DROP)],
+    'six-minutes': [
+        *tokenized('gpu-tok-recipe', SIX_MINUTES),
+        *tokenized('gpu-tok-r-drop', R_DROP, SIX_MINUTES),
+        *tokenized('gpu-tok-r-drop-less-dropout', R_DROP, LESS_DROPOUT, SIX_MINUTES),
+        *seeds_of('gpu-en-de-wide', (FLICKR, COCO), RAW, BATCHES, R_DROP, WIDE, SIX_MINUTES)],
+}
+
+def has_record(name: str) -> bool:
+    return (RESULTS / f'{name}.json').exists()
 
 def start_sharing() -> bool:
     "Let the kernels of several processes run at the same time, where CUDA's service for that is installed."
@@ -71,36 +111,55 @@ def stop_sharing() -> None:
     subprocess.run(['nvidia-cuda-mps-control'], input='quit\n', text=True)
     del os.environ['CUDA_MPS_PIPE_DIRECTORY']
 
-def start(run: Run, args: argparse.Namespace, more: str = '') -> subprocess.Popen:
-    "Start to train."
-    options = run.options.replace('{data}', str(args.data_dir))
-    command = [sys.executable, '-m', 'annotated_transformer', 'train', *shlex.split(options), *shlex.split(more),
-               '--device', args.device, '--threads', '1', '--out', str(args.runs / run.name)]
-    log = open(args.runs / f'{run.name}.txt', 'w')
+def train_arguments(run: Run, folder: Path, args: argparse.Namespace) -> list[str]:
+    "Return the arguments of `annotated-transformer` that train a model in a folder, or resume it."
+    options = [word.replace('{data}', str(args.data_dir)) for word in shlex.split(run.options)]
+    return ['train', *options, '--device', args.device, '--threads', '1', '--out', str(folder)]
+
+def score_arguments(run: Run, args: argparse.Namespace) -> list[str]:
+    "Return the arguments of record.py that write a run's record: val, with several length penalties, and the test splits."
+    options = run.options.replace('{data}', 'DIR')
+    trained = f'TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 annotated-transformer train {options}'
+    found = [str(args.runs / run.name), run.name, '--command', trained, '--beam-size', '5',
+             '--length-penalty', *PENALTIES, '--batch-tokens', str(DECODING_TOKENS),
+             '--note', f'{len(PARTS[args.part])} runs shared one GPU (benchmarks/gpu.py {args.part})']
+    for split in run.splits:
+        found += ['--split', split]
+    return [*found, '--tokenized'] if TOKENIZED in run.options else found
+
+def start(command: list[str], log: Path) -> subprocess.Popen:
+    "Start a Python program whose output goes to the end of a file."
     environment = os.environ | {'TORCH_ALLOW_TF32_CUBLAS_OVERRIDE': '1'}
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    with log.open('a') as file:
+        return subprocess.Popen([sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+def train(run: Run, args: argparse.Namespace) -> subprocess.Popen:
+    command = ['-m', 'annotated_transformer', *train_arguments(run, args.runs / run.name, args)]
+    return start(command, args.runs / f'{run.name}.txt')
 
 def score(run: Run, args: argparse.Namespace) -> subprocess.Popen:
-    "Start to write a run's record: val, with several length penalties, and the test splits."
-    options = run.options.replace('{data}', 'DIR')
-    trained = f'TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 annotated-transformer train {options} {args.more}'.rstrip()
-    command = [sys.executable, str(HERE / 'record.py'), str(args.runs / run.name), run.name, '--command', trained,
-               '--beam-size', '5', '--length-penalty', *PENALTIES, '--batch-tokens', str(DECODING_TOKENS)]
-    for split in run.splits:
-        command += ['--split', split]
-    if TOKENIZED in run.options:
-        command += ['--tokenized']
-    log = open(args.runs / f'{run.name}.txt', 'a')
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    return start([str(HERE / 'record.py'), *score_arguments(run, args)], args.runs / f'{run.name}.txt')
 
-def last_line(path: Path) -> str:
+def stop(processes: list[subprocess.Popen]) -> None:
+    "End processes: those that train save a checkpoint first, if they do so in time."
+    for process in processes:
+        process.terminate()
+    end = time.monotonic() + STOPPING
+    for process in processes:
+        try:
+            process.wait(max(0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+def last_lines(path: Path, n: int = 1) -> str:
     lines = path.read_text(errors='replace').replace('\r', '\n').splitlines()
-    return lines[-1][:200] if lines else ''
+    return ' '.join(line[:200] for line in lines[-n:])
 
-def train_all(runs: list[Run], args: argparse.Namespace) -> None:
-    "Train all runs together; score each as soon as it ends."
-    end = time.monotonic() + 60 * args.minutes
-    training = {run: start(run, args, args.more) for run in runs}
+def train_part(runs: list[Run], args: argparse.Namespace) -> None:
+    "Train the runs without a record together; score each as soon as it ends."
+    end = time.monotonic() + 60 * args.minutes - STOPPING
+    training = {run: train(run, args) for run in runs if not has_record(run.name)}
     scoring = {}
     shown = time.monotonic()
     while (training or scoring) and time.monotonic() < end:
@@ -109,21 +168,35 @@ def train_all(runs: list[Run], args: argparse.Namespace) -> None:
             if process.poll() is not None:
                 del training[run]
                 if process.returncode:
-                    print(run.name, 'failed:', (args.runs / f'{run.name}.txt').read_text()[-1500:], flush=True)
+                    print(run.name, 'failed:', last_lines(args.runs / f'{run.name}.txt', 20), flush=True)
                 else:
                     scoring[run] = score(run, args)
         for run, process in list(scoring.items()):
             if process.poll() is not None:
                 del scoring[run]
-                text = (args.runs / f'{run.name}.txt').read_text().split('\n')
-                print(run.name, 'failed' if process.returncode else 'scored', ' '.join(text[-6:]), flush=True)
+                result = 'failed:' if process.returncode else 'scored:'
+                print(run.name, result, last_lines(args.runs / f'{run.name}.txt', 6), flush=True)
         if time.monotonic() - shown > 30:
             shown = time.monotonic()
             for run in list(training)[:2]:
-                print(f'{end - shown:.0f} s left', run.name, last_line(args.runs / f'{run.name}.txt'), flush=True)
-    for process in [*training.values(), *scoring.values()]:
-        process.kill()
-        print('stopped at the time limit', flush=True)
+                print(f'{end - shown:.0f} s left,', run.name, last_lines(args.runs / f'{run.name}.txt'), flush=True)
+    stop([*training.values(), *scoring.values()])
+    missing = [run.name for run in runs if not has_record(run.name)]
+    print(f'{len(runs) - len(missing)} of {len(runs)} runs have a record', flush=True)
+    if missing:
+        print('run the same command again to continue with', *missing, flush=True)
+
+def measure_speed(args: argparse.Namespace) -> None:
+    "Measure the training speed of the sizes without a record."
+    end = time.monotonic() + 60 * args.minutes
+    for size, options in SPEED.items():
+        if has_record(f'train-speed-gpu-{size}'):
+            continue
+        command = [sys.executable, str(HERE / 'train_speed.py'), *options, '--data-dir', str(args.data_dir / 'multi30k')]
+        try:
+            subprocess.run(command, check=True, timeout=max(1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            print('run the same command again to measure', size, flush=True)
 
 def n_steps(folder: Path) -> int:
     log = folder / 'log.jsonl'
@@ -133,47 +206,64 @@ def n_steps(folder: Path) -> int:
 
 def rates(runs: list[Run], args: argparse.Namespace) -> None:
     "Print the steps per second of several runs at the same time, once all have taken some steps."
+    folder = args.runs / 'rates'
+    folder.mkdir(exist_ok=True)
+    more = ['--overwrite', '--log-every', '5', '--save-every', '100000', *shlex.split(args.more)]
     for jobs in args.jobs:
-        together = runs[:jobs]
-        folders = [args.runs / run.name for run in together]
-        processes = [start(run, args, f'--overwrite --log-every 5 --save-every 100000 {args.more}')
-                     for run in together]
+        folders = [folder / run.name for run in runs[:jobs]]
+        processes = [start(['-m', 'annotated_transformer', *train_arguments(run, out, args), *more], folder / f'{run.name}.txt')
+                     for run, out in zip(runs, folders)]
         start_time = time.monotonic()
         while time.monotonic() - start_time < args.wait and min(map(n_steps, folders)) < WARM_UP:
             time.sleep(0.5)
         waited = time.monotonic() - start_time
-        before = [n_steps(folder) for folder in folders]
+        before = [n_steps(out) for out in folders]
         time.sleep(args.seconds)
-        after = [n_steps(folder) for folder in folders]
+        after = [n_steps(out) for out in folders]
         for process in processes:
             process.kill()
         for process in processes:
             process.wait()
         found = [round((b - a) / args.seconds, 1) for a, b in zip(before, after)]
-        print(f'{jobs} runs, {args.more}: {waited:.0f} s to start, steps per second {found}', flush=True)
+        print(f'{len(folders)} runs, {args.more}: {waited:.0f} s to start, steps per second {found}', flush=True)
 
-def main():
+def part_minutes(text: str) -> float:
+    minutes = float(text)
+    if not 1 <= minutes <= MAX_MINUTES:
+        raise argparse.ArgumentTypeError(f'{text} minutes: choose from 1 to {MAX_MINUTES}')
+    return minutes
+
+def arguments(args: list[str] | None = None) -> argparse.Namespace:
+    "Return the values of the options on the command line, or of `args`."
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('part', choices=['rates', 'train'])
+    parser.add_argument('part', choices=[*PARTS, 'speed', 'rates'])
     parser.add_argument('--data-dir', type=Path, required=True, help='folder with multi30k and multi30k-tok')
-    parser.add_argument('--runs', type=Path, default=Path('runs/gpu'), help='folder of the runs')
-    parser.add_argument('--minutes', type=float, default=8, help='time for training and scoring (8)')
-    parser.add_argument('--only', nargs='+', help='names of runs (default: all)')
-    parser.add_argument('--more', default='', help='more options of train for every run, such as "--max-epochs 2"')
+    parser.add_argument('--runs', type=Path, default=Path('runs/gpu'), help='folder of the runs (runs/gpu)')
+    parser.add_argument('--minutes', type=part_minutes, default=8.5, help='time for training and scoring, at most 9 (8.5)')
+    parser.add_argument('--more', default='', help='rates: more options of train, such as "--compile"')
     parser.add_argument('--jobs', type=int, nargs='+', default=[1, 8, 15], help='rates: runs at the same time')
     parser.add_argument('--seconds', type=float, default=10, help='rates: length of a measurement (10)')
     parser.add_argument('--wait', type=float, default=60, help='rates: seconds in which all runs must start (60)')
     parser.add_argument('--no-sharing', action='store_true', help='do not use the multi-process service')
     parser.add_argument('--device', default='cuda', choices=['cuda', 'cpu'])
-    args = parser.parse_args()
-    runs = [run for run in all_runs() if not args.only or run.name in args.only]
+    found = parser.parse_args(args)
+    for name in ('multi30k', 'multi30k-tok'):
+        if not (found.data_dir / name).is_dir():
+            parser.error(f'{found.data_dir} has no folder {name}: --data-dir needs multi30k and multi30k-tok')
+    return found
+
+def main():
+    args = arguments()
+    if args.part == 'speed':
+        return measure_speed(args)
     args.runs.mkdir(parents=True, exist_ok=True)
     sharing = start_sharing() if args.device == 'cuda' and not args.no_sharing else False
     print('multi-process service:', sharing, flush=True)
     try:
         if args.part == 'rates':
-            return rates(runs, args)
-        train_all(runs, args)
+            rates(sum(PARTS.values(), []), args)
+        else:
+            train_part(PARTS[args.part], args)
     finally:
         if sharing:
             stop_sharing()

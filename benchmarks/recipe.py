@@ -3,10 +3,12 @@
 
     python benchmarks/recipe.py --data-dir DIR # --jobs 6 trains six at a time, for example on a GPU
     python benchmarks/recipe.py --data-dir DIR --epochs 6 --only dropout 'R-Drop'
+    python benchmarks/recipe.py --data-dir DIR --epochs 12 --paired --out benchmarks/results/recipe-paired.json
 
 Every variant is `annotated-transformer train --recipe multi30k-en-de` with other flags and the same number of
 epochs, in a folder under --runs. Run the same command again to resume; variants that are in the record are not
 trained again. The recipe itself is trained with three seeds, whose spread shows how much two runs differ by chance.
+With --paired, so is every variant, and the record also holds its differences from the recipe, seed by seed.
 Averaging and decoding settings need no training: they are tried with the recipe's first seed. No test split is used.
 """
 import argparse
@@ -22,6 +24,7 @@ from pathlib import Path
 
 from annotated_transformer.checkpoints import average_checkpoints, list_checkpoints
 from annotated_transformer.corpora import CorpusConfig, load_corpus
+from annotated_transformer.experiments import t_interval
 from annotated_transformer.files import atomic_write
 from annotated_transformer.recipe import RECIPES, evaluate
 from annotated_transformer.translator import Translator
@@ -43,6 +46,7 @@ VARIANTS = {
     'd_ff 512': '--d-ff 512',
     'd_model 256, d_ff 512, peak learning rate 2e-3': '--d-model 256 --d-ff 512 --peak-lr 2e-3',
 }
+METRICS = 'val_bleu', 'val_chrf'
 AVERAGES = 1, 5, 10
 SEARCH = {'beam_size': 5, 'length_penalty': 1.0} # of every score but those of SEARCHES
 SEARCHES = {'greedy': dict(beam_size=1)} | {
@@ -95,6 +99,36 @@ def wanted(name: str, only: list[str]) -> bool:
     "Return whether a variant is selected, by its name or by a part that is not another variant's name."
     return not only or name in only or any(part in name for part in only if part not in VARIANTS)
 
+def run_names(variant: str) -> list[str]:
+    "Return the names of a variant's runs, one for each seed of the recipe. Seed 1 is the default."
+    return [variant, *(f'{variant}, seed {seed}' for seed in range(2, len(SEEDS) + 1))]
+
+def planned(only: list[str], with_seeds: bool) -> dict[str, str]:
+    "Return the flags of each run by its name: the recipe with three seeds, each selected variant with one or three."
+    found = dict(SEEDS)
+    for variant, flags in VARIANTS.items():
+        if wanted(variant, only):
+            found[variant] = flags
+            if with_seeds:
+                found |= {name: f'{flags} --seed {seed}' for seed, name in enumerate(run_names(variant)[1:], 2)}
+    return found
+
+def paired(rows: dict[str, dict]) -> dict[str, dict]:
+    """Compare each variant that has a run for each seed with the recipe, seed by seed.
+
+    Return for BLEU and chrF: the differences, Student's 95% interval of their mean, and an interval that is corrected for
+    the number of variants (Bonferroni).
+    """
+    differences = {}
+    for variant in VARIANTS:
+        names = run_names(variant)
+        if all(name in rows for name in names):
+            differences[variant] = {metric: [rows[name][metric] - rows[base][metric] for name, base in zip(names, SEEDS)]
+                                    for metric in METRICS}
+    corrected = 1 - 0.05 / max(1, len(differences))
+    return {name: {metric: {'differences': values, 'interval': t_interval(values), 'corrected': t_interval(values, corrected)}
+                   for metric, values in found.items()} for name, found in differences.items()}
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--data-dir', type=Path, required=True, help='folder with the files of Multi30k')
@@ -102,15 +136,16 @@ def main():
     parser.add_argument('--flags', default='', help="more flags for every variant, for example '--precision bfloat16'")
     parser.add_argument('--only', nargs='*', default=[],
                         help='train only variants with these words in their names, and the recipe itself')
+    parser.add_argument('--paired', action='store_true',
+                        help='train every variant with the three seeds of the recipe, and compare them seed by seed')
     parser.add_argument('--jobs', type=int, default=1, help='variants trained at the same time')
     parser.add_argument('--runs', type=Path, default=Path('runs/recipe'), help='folder of the runs')
     parser.add_argument('--out', type=Path, default=RESULTS / 'recipe.json', help='the record')
     args = parser.parse_args()
     record, val = recorded(args), load_corpus(CorpusConfig('multi30k', data_dir=args.data_dir))['val']
     rows = {name: row for name, row in record.get('metrics', {}).get('variants', {}).items()
-            if row['flags'] == (SEEDS | VARIANTS).get(name)}
-    missing = {name: flags for name, flags in (SEEDS | VARIANTS).items() if name not in rows and
-               (name in SEEDS or wanted(name, args.only))}
+            if row['flags'] == planned([], True).get(name)}
+    missing = {name: flags for name, flags in planned(args.only, args.paired).items() if name not in rows}
     with ThreadPoolExecutor(args.jobs) as pool:
         for name, out in zip(missing, pool.map(lambda item: train(*item, args), missing.items())):
             rows[name] = scored(out, missing[name], val)
@@ -119,15 +154,21 @@ def main():
     if FIRST in missing or record['searches'].keys() != SEARCHES.keys(): # a finished run is not trained again
         record |= dict(searches=searched(train(FIRST, SEEDS[FIRST], args), val))
     seeds = [rows[name]['val_bleu'] for name in SEEDS]
-    rows = {name: rows[name] for name in SEEDS | VARIANTS if name in rows}
-    only = ['--only', *(name for name in VARIANTS if name in rows)] if len(rows) < len(SEEDS | VARIANTS) else []
+    rows = {name: rows[name] for name in planned([], True) if name in rows}
+    trained = [name for name in VARIANTS if name in rows]
+    only = ['--only', *trained] if len(trained) < len(VARIANTS) else []
+    compared = paired(rows)
+    only += ['--paired'] if compared else []
     command = ['python', 'benchmarks/recipe.py', '--data-dir', 'DIR', '--epochs', str(args.epochs),
                f'--flags={args.flags}', *only]
-    record |= about() | dict(name='recipe', seed=1, command=shlex.join(command), metrics=dict(
-        mean=statistics.mean(seeds), spread=statistics.stdev(seeds), variants=rows),
+    record |= about() | dict(name=args.out.stem, seed=1, command=shlex.join(command), metrics=dict(
+        mean=statistics.mean(seeds), spread=statistics.stdev(seeds), variants=rows, paired=compared),
         left_out=[name for name in VARIANTS if name not in rows])
     atomic_write(args.out, json.dumps(record, indent=2) + '\n')
     print(f'the recipe, three seeds: {statistics.mean(seeds):.2f} ± {statistics.stdev(seeds):.2f}')
+    for name, found in compared.items():
+        low, high = found['val_bleu']['interval']
+        print(f'{name:<28} {low:+.2f} to {high:+.2f} BLEU compared with the recipe')
     for name, bleu in (record['averages'] | record['searches']).items(): print(f'{name:<28} val BLEU {bleu:.2f}')
 
 if __name__ == '__main__':

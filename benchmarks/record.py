@@ -21,7 +21,7 @@ from datetime import date
 from pathlib import Path
 
 import numpy as np
-from sacrebleu.metrics import BLEU
+from sacrebleu.metrics import BLEU, CHRF
 
 from annotated_transformer.checkpoints import read_log
 from annotated_transformer.corpora import CorpusConfig, load_corpus
@@ -65,10 +65,17 @@ def about() -> dict:
             'versions': versions()}
 
 def report_tokenized(translations: list[str], references: list[str]) -> dict:
-    "Return what we measure of text that is lower-cased and tokenized already: BLEU as older papers compute it."
+    """Return what we measure of text that is lower-cased and tokenized already: BLEU as older papers compute it, and chrF.
+
+    Our BLEU is that of fairseq's scorer, as long as the corpus has matching n-grams of every order: both split at spaces
+    and sum the clipped counts of the sentences; sacreBLEU smooths only an order without matches. chrF ignores spaces.
+    """
     bleu, signature = tokenized_bleu(translations, references)
     interval = bleu_interval(translations, references, lowercase=True, tokenize='none')
+    chrf = CHRF()
     return {'lowercased_tokenized_bleu': bleu, 'lowercased_tokenized_signature': signature,
+            'lowercased_tokenized_chrf': chrf.corpus_score(translations, [references]).score,
+            'lowercased_tokenized_chrf_signature': str(chrf.get_signature()),
             'sentences': len(references), 'lowercased_tokenized_half_width': interval.half_width,
             'lowercased_tokenized_interval_signature': interval.signature}
 
@@ -135,11 +142,17 @@ def timed_log(run: Path) -> list[dict]:
     times = {(row['step'], 'tokens_per_second' in row): row for row in read_log(run / 'clock.jsonl')}
     return [row | times.get((row['step'], 'loss' in row), {}) for row in read_log(run / 'log.jsonl')]
 
+def dropped_pairs(log: list[dict]) -> dict[str, int]:
+    "Return how many training pairs were left out for each reason: the first row of a log, or {} where it has no counts."
+    first = log[0] if log else {}
+    return {name.removeprefix('dropped_'): n for name, n in first.items() if name.startswith('dropped_')}
+
 def minutes_of(run: Path) -> float:
     "Return how long a finished run was trained."
     return json.loads((run / 'training.json').read_text('utf-8'))['progress']['minutes']
 
-def main():
+def arguments(args: list[str] | None = None) -> argparse.Namespace:
+    "Return the values of the options on the command line, or of `args`."
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('run', type=Path, help='a folder that `annotated-transformer train` finished')
     parser.add_argument('name', help='name of the record')
@@ -154,8 +167,11 @@ def main():
     parser.add_argument('--against', help='name of a record to compare with, whose translations are in results/')
     parser.add_argument('--teacher', type=Path, action='append', default=[],
                         help='a run whose translations were training text: its minutes are added; may be repeated')
-    args = parser.parse_args()
+    parser.add_argument('--note', help='a remark for the record, such as what else ran on the machine')
+    return parser.parse_args(args)
 
+def main():
+    args = arguments()
     translator = Translator.load(args.run)
     settings = translator.training['run']
     progress = translator.training['progress']
@@ -191,7 +207,7 @@ def main():
         step = max(1, len(references) // N_SAMPLES)
         samples = [{'split': split, 'source': src, 'translation': translation, 'reference': reference}
                    for (src, reference), translation in list(zip(corpus[split], translations))[::step][:N_SAMPLES]]
-        for name in ('bleu', 'chrf', 'lowercased_tokenized_bleu'):
+        for name in ('bleu', 'chrf', 'lowercased_tokenized_bleu', 'lowercased_tokenized_chrf'):
             if name in found:
                 metrics[f'{split}_{name}'] = round(found[name], 2)
                 print(f'{split}_{name} {found[name]:.2f}')
@@ -199,14 +215,19 @@ def main():
               'date': str(date.today()), 'search': search}
     if tried:
         record['tried_on_val'] = tried
-    record |= {'metrics': metrics, 'scores': scores, 'samples': samples, 'versions': translator.training['versions']}
+    log = timed_log(args.run)
+    record['metrics'] = metrics
+    if dropped_pairs(log):
+        record['dropped_pairs'] = dropped_pairs(log)
+    record |= {'scores': scores, 'samples': samples, 'versions': translator.training['versions']}
     if teachers:
         record['teachers_minutes'] = teachers
     record |= {'settings': settings | {'corpus': public_settings(settings['corpus'])},
                'weights_sha256': checksum(args.run / 'model.safetensors')['sha256']}
-    atomic_write(RESULTS / f'{args.name}.json', json.dumps(record, indent=2) + '\n')
-    log = ''.join(json.dumps(row) + '\n' for row in timed_log(args.run))
-    atomic_write(RESULTS / f'{args.name}.log.jsonl', log)
+    if args.note:
+        record['note'] = args.note
+    atomic_write(RESULTS / f'{args.name}.log.jsonl', ''.join(json.dumps(row) + '\n' for row in log))
+    atomic_write(RESULTS / f'{args.name}.json', json.dumps(record, indent=2) + '\n') # last: it says that all is there
 
 if __name__ == '__main__':
     main()

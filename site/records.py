@@ -135,10 +135,11 @@ def quality(records):
             label = TEST_SETS.get(split, split)
             shown = f'{bleu:.2f}' + (f' ± {half:.2f}' if half else '')
             note = '' if kind == 'bleu' else ' <small>lower case, tokenized</small>'
+            chrf = scores.get('chrf', scores.get('lowercased_tokenized_chrf'))
             search = record.get('search', {})
             beam = search.get('beam_size', '')
             row = [cell(task(name, record)), cell(label), cell(shown + note, f'{bleu:.3f}'),
-                   cell(f'{scores["chrf"]:.2f}' if 'chrf' in scores else ''),
+                   cell(f'{chrf:.2f}' if chrf else ''),
                    cell(f'{metrics["parameters"]:,}', metrics['parameters']),
                    cell(f'{minutes:.0f}' if minutes else '', minutes or ''),
                    cell(beam), cell(record_link(name)), *how(source)]

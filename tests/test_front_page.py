@@ -77,16 +77,18 @@ def test_results_are_those_of_the_records():
             half_width = 4.3027 * statistics.stdev(bleus) / 3 ** 0.5 # Student's, two degrees of freedom
             assert cells[2:5] == [f'{statistics.mean(bleus):.2f}', f'± {half_width:.1f} (3 seeds)',
                                   f'± {over_sentences:.1f}']
-            assert cells[5] == f"{found[0]['metrics']['parameters']:,}"
+            assert cells[5] == f"{statistics.mean(score['chrf'] for score in scores):.1f}"
+            assert cells[6] == f"{found[0]['metrics']['parameters']:,}"
     assert 'NVIDIA' in found[0]['versions']['device']
-    assert all(cells[6].endswith('shared H200') for cells in rows('Multi30k EN-DE, wider, R-Drop'))
+    assert all(cells[7].endswith('shared H200') for cells in rows('Multi30k EN-DE, wider, R-Drop'))
     singles = {'Multi30k DE-EN': 'multi30k-de-en', 'Multi30k EN-FR': 'multi30k-en-fr',
                'toy EN-DE (`make demo`)': 'toy-en-de-demo'}
     for task, name in singles.items():
         (cells,) = rows(task)
         assert cells[2] == f"{record(name)['scores'][cells[1].strip('`')]['bleu']:.2f}"
         assert cells[3] == '–'
-        assert cells[7] == f'[{name}](benchmarks/results/{name}.json)'
+        assert cells[5] == f"{record(name)['scores'][cells[1].strip('`')]['chrf']:.1f}"
+        assert cells[8] == f'[{name}](benchmarks/results/{name}.json)'
 
 
 def test_results_have_five_rows():

@@ -2,8 +2,11 @@
 import ast
 import gzip
 import json
+import math
+import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -22,6 +25,7 @@ import attention_adversaries
 import claims
 import engines
 import errors
+import gpu
 import head_orders
 import mbr
 import own_experiment
@@ -31,10 +35,13 @@ import record
 import recurrent
 import serving
 import site_speed
+import train_speed
 
 from annotated_transformer.batches import collate, encode_pairs
 from annotated_transformer.checkpoints import build_model
+from annotated_transformer.cli import parse_values
 from annotated_transformer.corpora import Corpus, CorpusConfig, load_corpus
+from annotated_transformer.experiments import t_interval, t_quantile
 from annotated_transformer.files import checksum
 from annotated_transformer.recipe import RECIPES, RunConfig, evaluate
 from annotated_transformer.recurrent import RecurrentConfig
@@ -85,6 +92,8 @@ def test_a_record_says_what_was_measured(tmp_path, monkeypatch, corpus):
     found = make_record(tmp_path, monkeypatch)
     assert found['search'] == {'beam_size': 4, 'length_penalty': 0.6}
     assert 'tried_on_val' not in found
+    assert 'dropped_pairs' not in found # this log does not say
+    assert 'note' not in found
     assert found['command'] == 'make toy'
     assert found['name'] == 'toy'
     assert found['weights_sha256'] == checksum(SHIPPED / 'model.safetensors')['sha256']
@@ -95,6 +104,88 @@ def test_a_record_says_what_was_measured(tmp_path, monkeypatch, corpus):
     rows = [json.loads(line) for line in (tmp_path / 'toy.log.jsonl').read_text().splitlines()]
     assert rows == [{'step': 20, 'loss': 2.0, 'minutes': 0.1, 'tokens_per_second': 9},
                     {'step': 20, 'val_loss': 1.0, 'minutes': 0.2}]
+
+
+def test_a_record_counts_the_pairs_that_were_dropped(tmp_path, monkeypatch, corpus):
+    rows = [{'step': 0, 'epoch': 0, 'dropped_held out': 3, 'dropped_blank': 0, 'covered_by_vectors': 1.0}, {'step': 20, 'loss': 2.0}]
+    (tmp_path / 'log').write_text('')
+    monkeypatch.setattr(record, 'timed_log', lambda run: rows)
+    found = make_record(tmp_path, monkeypatch, '--note', 'two runs at once')
+    assert found['dropped_pairs'] == {'held out': 3, 'blank': 0}
+    assert found['note'] == 'two runs at once'
+    assert record.dropped_pairs([]) == record.dropped_pairs(rows[1:]) == {}
+
+
+def test_records_say_how_many_pairs_were_dropped():
+    "All whose log says so. The runs of version 0.1.0 did not count pairs that are held out."
+    counted = 0
+    for path in sorted(record.RESULTS.glob('*.log.jsonl')):
+        of_run = record.RESULTS / path.name.replace('.log.jsonl', '.json')
+        if of_run.exists():
+            dropped = record.dropped_pairs([json.loads(path.read_text('utf-8').splitlines()[0])])
+            assert json.loads(of_run.read_text('utf-8')).get('dropped_pairs', {}) == dropped, of_run.name
+            counted += 'held out' in dropped
+    assert counted >= 16
+
+
+def tokenized_records():
+    "The records of text that is lower-cased and tokenized, whose translations were kept."
+    found = {path.name.removesuffix('.test.txt'): path for path in record.RESULTS.glob('*.test.txt')}
+    records = {name: json.loads((record.RESULTS / f'{name}.json').read_text('utf-8')) for name in found}
+    return {name: each for name, each in records.items() if 'bleu' not in each['scores']['test']}
+
+
+def test_tokenized_records_have_the_chrf_of_their_translations():
+    "The same value as that of paired.py, whose counts equal sacreBLEU's."
+    by_setting = json.loads((record.RESULTS / 'paired.json').read_text('utf-8'))['settings']
+    found = tokenized_records()
+    assert len(found) >= 9
+    for setting, values in by_setting.items():
+        for seed, chrf in zip(paired.SEEDS, values['chrf'], strict=True):
+            scores = found[f'{setting}-seed{seed}']['scores']['test']
+            assert scores['lowercased_tokenized_chrf'] == pytest.approx(chrf, abs=1e-6)
+            assert scores['lowercased_tokenized_chrf_signature'].startswith('nrefs:1|case:mixed|eff:yes|nc:6|nw:0')
+            metrics = found[f'{setting}-seed{seed}']['metrics']
+            assert metrics['test_lowercased_tokenized_chrf'] == round(chrf, 2)
+
+
+def fairseq_bleu(translations, references):
+    "BLEU as fairseq's scorer computes it: split at spaces, clipped counts, no smoothing, one brevity penalty."
+    matches, totals, lengths = [0] * 4, [0] * 4, [0, 0]
+    for translation, reference in zip(translations, references, strict=True):
+        ours, theirs = translation.split(), reference.split()
+        lengths = [lengths[0] + len(ours), lengths[1] + len(theirs)]
+        for n in range(1, 5):
+            counts = [Counter(tuple(tokens[i:i + n]) for i in range(len(tokens) - n + 1)) for tokens in (ours, theirs)]
+            matches[n - 1] += sum(min(count, counts[1][ngram]) for ngram, count in counts[0].items())
+            totals[n - 1] += max(0, len(ours) - n + 1)
+    precisions = [100 * a / b for a, b in zip(matches, totals)]
+    return min(1, math.exp(1 - lengths[1] / lengths[0])) * statistics.geometric_mean(precisions), lengths
+
+
+def test_bleu_of_tokenized_text_is_that_of_fairseq(corpus):
+    references = [tgt.lower().replace('.', ' .') for _, tgt in corpus['val']]
+    translations = [text.replace('die', 'der').removesuffix(' .') for text in references]
+    found = record.report_tokenized(translations, references)
+    assert found['lowercased_tokenized_bleu'] == pytest.approx(fairseq_bleu(translations, references)[0])
+    assert found['lowercased_tokenized_bleu'] < 95
+    chrf = paired.chrf_parts(paired.chrf_counts(translations, references))[0]
+    assert found['lowercased_tokenized_chrf'] == pytest.approx(chrf)
+
+
+DATA = Path(__file__).resolve().parents[2] / 'shared' / 'data'
+
+
+@pytest.mark.skipif(not (DATA / 'multi30k-tok').is_dir(), reason='needs Multi30k in ../shared/data')
+def test_recorded_bleu_of_tokenized_text_is_that_of_fairseq():
+    "On the file whose tokens are as many as in the reference of Wu et al."
+    with gzip.open(DATA / 'multi30k-tok/test_2016_flickr.lc.norm.tok.de.gz', 'rt', encoding='utf-8') as file:
+        references = file.read().splitlines()
+    for name, each in tokenized_records().items():
+        translations = (record.RESULTS / f'{name}.test.txt').read_text('utf-8').splitlines()
+        bleu, (_, reference_length) = fairseq_bleu(translations, references)
+        assert each['scores']['test']['lowercased_tokenized_bleu'] == pytest.approx(bleu), name
+        assert reference_length == 12103
 
 
 def test_counts_give_the_bleu_of_sacrebleu(corpus):
@@ -153,11 +244,146 @@ def test_variants_are_selected_by_name_or_part():
     assert selected() == list(recipe.VARIANTS)
 
 
+def test_paired_variants_have_the_seeds_of_the_recipe():
+    runs = recipe.planned(['dropout 0.1'], True)
+    assert runs == recipe.SEEDS | {'dropout 0.1': '--dropout 0.1', 'dropout 0.1, seed 2': '--dropout 0.1 --seed 2',
+                                   'dropout 0.1, seed 3': '--dropout 0.1 --seed 3'}
+    assert recipe.planned([], False) == recipe.SEEDS | recipe.VARIANTS
+    assert TrainConfig().seed == 1
+
+
+def test_variants_are_compared_seed_by_seed():
+    rows = {f'the recipe, seed {seed}': {'val_bleu': 30.0 + seed, 'val_chrf': 60.0} for seed in (1, 2, 3)}
+    for variant, gains in (('dropout 0.1', (1.0, 1.2, 1.4)), ('R-Drop 5', (-2.0, 0.0, 2.0))):
+        rows |= {name: {'val_bleu': 30.0 + seed + gain, 'val_chrf': 60.0 - gain}
+                 for seed, (name, gain) in enumerate(zip(recipe.run_names(variant), gains), 1)}
+    rows['dropout 0.2'] = rows['dropout 0.1'] # one seed: not compared
+    found = recipe.paired(rows)
+    assert list(found) == ['dropout 0.1', 'R-Drop 5']
+    bleu = found['dropout 0.1']['val_bleu']
+    assert bleu['differences'] == pytest.approx([1.0, 1.2, 1.4])
+    assert bleu['interval'] == pytest.approx(t_interval(bleu['differences'])) and bleu['interval'][0] > 0
+    assert bleu['corrected'] == pytest.approx(t_interval(bleu['differences'], 0.975)) # of two variants
+    assert found['dropout 0.1']['val_chrf']['differences'] == pytest.approx([-1.0, -1.2, -1.4])
+    low, high = found['R-Drop 5']['val_bleu']['interval']
+    assert low < 0 < high
+
+
 def test_flags_of_the_scripts_are_names_of_settings():
     known = {field.name for config in (RunConfig, TrainConfig, TransformerConfig) for field in fields(config)}
     texts = [*recipe.VARIANTS.values(), *recipe.SEEDS.values()]
     flags = {word for text in texts for word in shlex.split(text) if word.startswith('--')}
     assert flags and {flag[2:].replace('-', '_') for flag in flags} <= known
+
+
+# --- gpu.py
+
+@pytest.fixture
+def gpu_arguments(tmp_path):
+    "A function that parses arguments of gpu.py, with folders for the data."
+    for name in ('multi30k', 'multi30k-tok'):
+        (tmp_path / 'data' / name).mkdir(parents=True)
+    return lambda part, *more: gpu.arguments([part, '--data-dir', str(tmp_path / 'data'), '--runs', str(tmp_path), *more])
+
+
+@pytest.mark.parametrize('part', gpu.PARTS)
+def test_flags_of_every_gpu_run_exist(gpu_arguments, tmp_path, part):
+    args = gpu_arguments(part)
+    for run in gpu.PARTS[part]:
+        _, values = parse_values(gpu.train_arguments(run, tmp_path / run.name, args))
+        assert values['max_epochs'] == 45 and values['seed'] in gpu.SEEDS and values['out'] == tmp_path / run.name
+        assert values['max_minutes'] == (6 if part == 'six-minutes' else None)
+        scored = record.arguments(gpu.score_arguments(run, args))
+        assert scored.name == run.name and scored.split == list(run.splits) and 'DIR/multi30k' in scored.command
+        assert scored.tokenized == ('multi30k-tok' in run.options) == (scored.split == ['test'])
+        assert scored.note == f'{len(gpu.PARTS[part])} runs shared one GPU (benchmarks/gpu.py {part})'
+
+
+def test_gpu_runs_have_three_seeds_and_names_of_their_own():
+    runs = sum(gpu.PARTS.values(), [])
+    assert len({run.name for run in runs}) == len(runs)
+    seeds = {}
+    for run in runs:
+        setting, seed = run.name.rsplit('-seed', 1)
+        assert run.options.endswith(f'--seed {seed}')
+        seeds.setdefault((setting, run.options.rsplit(' ', 1)[0]), []).append(int(seed))
+    assert all(found == [1, 2, 3] for found in seeds.values())
+    assert len(seeds) == len({setting for setting, _ in seeds}) == len({options for _, options in seeds})
+
+
+def test_three_languages_have_one_setting(gpu_arguments, tmp_path):
+    found = []
+    for part, name in (('wide', 'gpu-en-de'), ('languages', 'gpu-de-en'), ('languages', 'gpu-en-fr')):
+        (run,) = [run for run in gpu.PARTS[part] if run.name == f'{name}-seed2']
+        _, values = parse_values(gpu.train_arguments(run, tmp_path, gpu_arguments(part)))
+        assert values.pop('recipe') == f"multi30k-{name.removeprefix('gpu-')}"
+        found.append({key: value for key, value in values.items() if key not in ('pair', 'langs')})
+    assert found[0] == found[1] == found[2]
+
+
+def test_gpu_records_are_those_of_the_part_six_minutes():
+    for run in gpu.PARTS['six-minutes']:
+        command = json.loads((record.RESULTS / f'{run.name}.json').read_text('utf-8'))['command']
+        options = run.options.replace('{data}', 'DIR')
+        assert sorted(shlex.split(command.split(' train ')[1])) == sorted(shlex.split(options)), run.name
+
+
+def test_speed_on_a_gpu_is_measured_with_the_flags_of_its_records(monkeypatch):
+    for size, options in gpu.SPEED.items():
+        monkeypatch.setattr(sys, 'argv', ['train_speed.py', *options])
+        assert train_speed.arguments().sizes == [size]
+        command = json.loads((record.RESULTS / f'train-speed-gpu-{size}.json').read_text('utf-8'))['command']
+        words = shlex.split(command.replace(' --data-dir DIR', ''))[2:]
+        assert sorted(words) == sorted(options)
+
+
+def test_parts_are_at_most_nine_minutes_long(gpu_arguments, tmp_path, capsys):
+    assert gpu_arguments('wide', '--minutes', '9').minutes == 9
+    assert gpu_arguments('wide').minutes < 9
+    for wrong, message in (('9.5', '9.5 minutes: choose from 1 to 9'), ('0.5', '0.5 minutes: choose from 1 to 9')):
+        with pytest.raises(SystemExit):
+            gpu_arguments('wide', '--minutes', wrong)
+        assert message in capsys.readouterr().err
+    (tmp_path / 'data/multi30k-tok').rmdir()
+    with pytest.raises(SystemExit):
+        gpu_arguments('wide')
+    assert 'has no folder multi30k-tok' in capsys.readouterr().err
+
+
+def test_a_part_continues_with_the_runs_without_a_record(gpu_arguments, tmp_path, monkeypatch, capsys):
+    "One run has a record, one ends and is scored, one fails, one saves and ends at the time limit."
+    runs = [gpu.Run(name, '--seed 1', ('test',)) for name in ('done', 'quick', 'broken', 'slow')]
+    programs = {'quick': 'pass', 'broken': "raise SystemExit('no such file')",
+                'slow': "import pathlib, signal, sys, time\n"
+                        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1]).touch(), sys.exit(143)))\n"
+                        "print('step 7', flush=True)\ntime.sleep(60)"}
+    started = []
+
+    def train(run, args):
+        started.append(run.name)
+        return gpu.start(['-c', programs[run.name], str(tmp_path / 'saved')], tmp_path / f'{run.name}.txt')
+
+    def score(run, args):
+        code = f"open({str(tmp_path / f'{run.name}.json')!r}, 'w').write('{{}}'); print('test_bleu 40.00')"
+        return gpu.start(['-c', code], tmp_path / f'{run.name}.txt')
+
+    monkeypatch.setattr(gpu, 'RESULTS', tmp_path)
+    monkeypatch.setattr(gpu, 'train', train)
+    monkeypatch.setattr(gpu, 'score', score)
+    (tmp_path / 'done.json').write_text('{}')
+    args = gpu_arguments('wide')
+    args.minutes = (gpu.STOPPING + 2.5) / 60
+    gpu.train_part(runs, args)
+    assert started == ['quick', 'broken', 'slow']
+    assert (tmp_path / 'saved').exists() # before it was killed
+    output = capsys.readouterr().out
+    assert 'quick scored: test_bleu 40.00' in output and 'broken failed: no such file' in output
+    assert '2 of 4 runs have a record\nrun the same command again to continue with broken slow\n' in output
+    started.clear()
+    monkeypatch.setitem(programs, 'broken', 'pass')
+    monkeypatch.setitem(programs, 'slow', 'pass')
+    gpu.train_part(runs, args)
+    assert started == ['broken', 'slow'] and '4 of 4 runs have a record\n' == capsys.readouterr().out.split('40.00\n')[-1]
 
 
 def test_another_recipe_does_not_overwrite_a_record(tmp_path):
@@ -324,6 +550,49 @@ def test_rules_find_each_kind_of_error():
         'copied source word': 'terrier'}
     assert kinds('Zwei Hund läuft über Gras.', 'Dogs', '3 Hund läuft über Gras.') == {'wrong number': '2 instead of 3'}
     assert 'wrong number' not in kinds('Zwei Hund läuft über Gras.', 'Dogs', '2 Hund läuft übers Gras.')
+
+
+def test_sentences_are_grouped_by_the_length_of_the_source():
+    sources = [' '.join(['a'] * n) for n in (9, 2, 5, 7, 2, 3, 6, 12)]
+    assert errors.length_groups(sources) == {
+        '2 to 2 words': [1, 4], '3 to 5 words': [5, 2], '6 to 7 words': [6, 3], '9 to 12 words': [0, 7]}
+    assert errors.length_groups(sources, n_groups=2) == {'2 to 5 words': [1, 4, 5, 2], '6 to 12 words': [6, 3, 0, 7]}
+
+
+def test_sentences_are_grouped_by_rare_words_names_and_numbers():
+    train_counts = Counter({'a': 900, 'dog': 90, 'runs': 5, 'in': 70, 'boston': 4, 'terrier': 4})
+    sources = ['A dog runs', 'A dog runs in Boston', 'A Terrier runs in Boston', 'A dog 7', 'A terrier', 'A dog Y']
+    found = errors.hard_groups(sources, train_counts)
+    assert found['rare source words'] == {'no rare word': [0], '1 rare word': [1, 3, 4, 5], '2 or more': [2]}
+    assert found['names and numbers'] == {'neither': [0, 4, 5], 'a name': [1, 2], 'a number': [3]}
+    assert found['source length'] == errors.length_groups(sources)
+    assert errors.names_of('A DOG RUNS') == []
+    both = errors.hard_groups(['A dog 7 in Boston', 'a dog runs'], train_counts)
+    assert both['names and numbers'] == {'neither': [1], 'a name': [0], 'a number': [0]} # groups may overlap
+
+
+def test_bleu_of_a_group_is_the_mean_of_the_seeds_on_its_sentences(corpus):
+    sources = [src for src, _ in corpus['val']]
+    references = [tgt for _, tgt in corpus['val']]
+    seeds = [references, [text.replace('die', 'der') for text in references]]
+    counts = [record.bleu_counts(translations, references) for translations in seeds]
+    members = [0, 3, 4, 7, 11]
+    found = errors.group_scores(members, sources, counts)
+    expected = [score([translations[i] for i in members], [references[i] for i in members]).bleu for translations in seeds]
+    assert expected[1] < expected[0] == pytest.approx(100)
+    assert found['bleu'] == pytest.approx(statistics.mean(expected))
+    assert found['sentences'] == 5
+    assert found['mean_words'] == statistics.mean(len(sources[i].split()) for i in members)
+    assert found['low'] <= found['bleu'] <= found['high'] and found['low'] < found['high']
+
+
+def test_recall_is_by_frequency_in_the_training_text():
+    train_counts = Counter({'der': 900, 'und': 150, 'hund': 30, 'läuft': 5, 'katze': 2})
+    references = ['Der Hund läuft und', 'Katze Katze unbekannt']
+    found = errors.recall([['Der Hund läuft', 'eine Katze'], ['Der Hund und', 'eine katze Katze']], references, train_counts,
+                          {'der'})
+    assert found == {'0': {'words': 1, 'recall': 0}, '1': {'words': 2, 'recall': 3 / 4}, '5': {'words': 1, 'recall': 1 / 2},
+                     '20': {'words': 1, 'recall': 1}, '100': {'words': 1, 'recall': 1 / 2}}
 
 
 def test_candidate_with_the_highest_mean_utility_is_chosen():
@@ -704,3 +973,81 @@ def test_train_speed_measures_every_library(tmp_path):
     assert all(len(rounds) == 2 for rounds in tiny['rounds'].values())
     assert tiny['fastest_other'] in train_speed.OTHERS and tiny['speedup_of_medians'] > 0 and tiny['speedup_of_best'] > 0
     assert found['cpu_flags'] == record.cpu_flags() and found['settings']['precision'] == 'float32'
+
+
+# --- tables of the pages
+
+def shown_tables(page):
+    "The Markdown tables in a page's stored outputs: a list of rows for each, its header first; a row is a list of cells."
+    path = Path(__file__).parents[1] / 'nbs' / f'{page}.ipynb'
+    found = []
+    for cell in json.loads(path.read_text('utf-8'))['cells']:
+        for output in cell.get('outputs', []):
+            text = ''.join(output.get('data', {}).get('text/markdown', ''))
+            for block in re.findall(r'(?:^\|.*\n?)+', text, re.M):
+                rows = [[part.strip() for part in line.strip('| ').split('|')] for line in block.splitlines()]
+                found.append([row for row in rows if set(''.join(row)) - set('-')])
+    return found
+
+
+def shown_text(page):
+    "All text in a page's stored outputs."
+    path = Path(__file__).parents[1] / 'nbs' / f'{page}.ipynb'
+    cells = json.loads(path.read_text('utf-8'))['cells']
+    outputs = [output for cell in cells for output in cell.get('outputs', [])]
+    return '\n'.join(''.join(each.get('text', each.get('data', {}).get('text/markdown', ''))) for each in outputs)
+
+
+def load_result(name):
+    return json.loads((record.RESULTS / f'{name}.json').read_text('utf-8'))
+
+
+def test_full_runs_on_page_30_are_those_of_the_records():
+    (rows,) = [table for table in shown_tables('30_recipes') if table[0][0] == 'pair']
+    names = ['multi30k-en-de', 'multi30k-en-de-seed2', 'multi30k-en-de-seed3', 'multi30k-de-en', 'multi30k-en-fr']
+    for row, name in zip(rows[1:], names, strict=True):
+        scores = load_result(name)['scores']
+        expected = [scores[split][metric] for split in ('val', 'test_2016_flickr') for metric in ('bleu', 'chrf')]
+        assert row[4:8] == [f'{value:.1f}' for value in expected], name
+    for signature in (scores['val']['signature'], scores['val']['chrf_signature']):
+        assert signature in shown_text('30_recipes')
+
+
+def test_page_30_says_first_which_settings_are_like_noise():
+    runs = load_result('recipe')['metrics']['variants']
+    seeds = [row for name, row in runs.items() if name.startswith('the recipe')]
+    others = {name: row for name, row in runs.items() if row not in seeds}
+
+    def outside(metric, n_comparisons=1):
+        values = [row[metric] for row in seeds]
+        half_width = t_quantile(2, 1 - 0.05 / n_comparisons) * statistics.stdev(values) * (4 / 3) ** 0.5
+        return {name for name, row in others.items() if abs(row[metric] - statistics.mean(values)) > half_width}
+
+    bleu, chrf = outside('val_bleu'), outside('val_chrf')
+    groups = re.findall(r'noise in BLEU or chrF:\*\* (.*)\.\n|two metrics: (.*)\.\n|Outside it in both: (.*)\.\n',
+                        shown_text('30_recipes'))
+    found = [set(''.join(group).replace('peak learning rate', 'peak rate').split(', ')) for group in groups]
+    assert found == [others.keys() - bleu - chrf, bleu ^ chrf, bleu & chrf]
+    text = shown_text('30_recipes')
+    assert f'**{len(others) - len(bleu | chrf)} of {len(others)} changes cannot be told apart from noise' in text
+    assert outside('val_bleu', len(others)) == set() and outside('val_chrf', len(others)) == {'BPE-dropout 0.1'}
+    assert 'Outside the corrected interval: in BLEU none; in chrF BPE-dropout 0.1.' in text
+    assert f'{t_quantile(2, 1 - 0.05 / 14):.1f}' == '16.7' # as the page says
+
+
+def test_settings_on_page_30_have_the_scores_of_the_record():
+    runs = load_result('recipe')['metrics']['variants']
+    (rows,) = [table for table in shown_tables('30_recipes') if table[0][0] == 'setting']
+    cells = ' '.join(row[3] for row in rows[1:]).replace('**', '')
+    for name, row in runs.items():
+        assert f"{row['val_bleu']:.1f} ({row['val_chrf']:.1f})" in cells, name
+
+
+def test_captions_on_page_10_have_the_scores_of_the_records():
+    (rows,) = [table for table in shown_tables('10_english_to_german') if table[0][0] == 'BLEU, chrF']
+    names = [f'multi30k-en-de{end}' for end in ('', '-seed2', '-seed3')] + [f'gpu-en-de-wide-seed{seed}' for seed in (1, 2, 3)]
+    for row, name in zip(rows[1:], names, strict=True):
+        parts = [load_result(name)['scores'][split] for split in ('val', 'test_2016_flickr', 'test_2017_mscoco')]
+        expected = [f"{part['bleu']:.1f} ± {part['bleu_half_width']:.1f}, {part['chrf']:.1f}" for part in parts]
+        assert row[1:] == [*expected, f"{parts[1]['lowercased_tokenized_bleu']:.1f}"], name
+    assert parts[0]['chrf_signature'] in shown_text('10_english_to_german')

@@ -179,6 +179,9 @@ def test_results_are_those_of_the_records():
             assert source['machine'] and source['date'] and len(source['weights'] or source['file']) == 64
     scores = records.load()['multi30k-en-fr']['scores']['test_2016_flickr']
     assert f"{scores['bleu']:.2f} ± {scores['bleu_half_width']:.2f}" in page
+    scores = records.load()['gpu-tok-recipe-seed1']['scores']['test']
+    (row,) = [row for row in page.split('<tr>') if '>gpu-tok-recipe-seed1</a>' in row and '<small>lower case' in row]
+    assert f"{scores['lowercased_tokenized_bleu']:.2f} ± " in row and f"<td>{scores['lowercased_tokenized_chrf']:.2f}</td>" in row
     speed = records.load()['train-speed-0.1.0']['metrics']['tiny']
     tokens, rounds = speed['tokens_per_second']['annotated_transformer'], speed['rounds']['annotated_transformer']
     slowest, fastest = (tokens * statistics.median(rounds) / seconds for seconds in (max(rounds), min(rounds)))
