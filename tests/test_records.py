@@ -4,6 +4,7 @@ import gzip
 import json
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -42,7 +43,7 @@ from annotated_transformer.relative_positions import RelativeConfig
 from annotated_transformer.scoring import score
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.trainer import TrainConfig
-from annotated_transformer.transformer import TransformerConfig
+from annotated_transformer.transformer import Transformer, TransformerConfig, count_parameters
 from annotated_transformer.translator import SHIPPED, Translator
 
 
@@ -685,3 +686,36 @@ def test_train_speed_measures_every_library(tmp_path):
     assert all(len(rounds) == 2 for rounds in tiny['rounds'].values())
     assert tiny['fastest_other'] in train_speed.OTHERS and tiny['speedup_of_medians'] > 0 and tiny['speedup_of_best'] > 0
     assert found['cpu_flags'] == record.cpu_flags() and found['settings']['precision'] == 'float32'
+
+
+# --- processes.py
+
+def check_counts(found):
+    "Four bytes for each parameter; beside the gradient's buckets, a step exchanges the loss, and clock and signals."
+    for size in found['metrics'].values():
+        model = Transformer(TransformerConfig(**size['model']))
+        assert size['bytes_per_step'] == sum(size['bucket_bytes']) == 4 * size['parameters'] == 4 * count_parameters(model)
+        assert size['collectives_per_step'] == len(size['bucket_bytes']) + 2
+        assert set(size['rounds']) == {'one', 'half', 'apart', 'weak', 'strong'}
+        for name, seconds in size['rounds'].items():
+            assert len(seconds) == len(size['all_reduce_rounds']) == found['settings']['rounds']
+            assert size['step_seconds'][name] == {
+                'median': statistics.median(seconds), 'low': min(seconds), 'high': max(seconds)}
+        assert {launch: len(ranks) for launch, ranks in size['peak_mib'].items()} == {'one': 1, 'weak': 2, 'strong': 2}
+        gradient_mib = size['bytes_per_step'] / 2**20
+        assert all(peak > 4 * gradient_mib for ranks in size['peak_mib'].values() for peak in ranks) # and Adam's state
+
+
+def test_record_of_two_processes_counts_what_they_exchange():
+    found = json.loads((record.RESULTS / 'processes.json').read_text('utf-8'))
+    assert set(found['metrics']) == {'tiny', 'small'} and found['settings']['rounds'] >= 5
+    check_counts(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason='this PyTorch has no torch.distributed')
+def test_processes_measures_one_and_two(tmp_path):
+    found = measured('processes.py', tmp_path / 'processes.json', '--sizes', 'tiny', '--steps', '1')
+    check_counts(found)
+    for one_number, _, large in found['metrics']['tiny']['all_reduce_rounds']:
+        assert 0 < one_number < large
