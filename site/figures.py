@@ -171,6 +171,16 @@ def positions(record):
             for name in dict.fromkeys(['sinusoidal, short', 'rotary, short', best])]
 
 
+def processes(record):
+    found = []
+    for size, metrics in record['metrics'].items():
+        step = {name: seconds['median'] for name, seconds in metrics['step_seconds'].items()}
+        found.append(f"{size}: two processes are {step['one'] / step['strong']:.2f} times as fast on the same batch, "
+                     f"{2 * step['one'] / step['weak']:.2f} on twice the batch; "
+                     f"{metrics['bytes_per_step'] / 1e6:.1f} MB of gradients a step")
+    return found
+
+
 def recipe(record):
     metrics = record['metrics']
     return [f"val BLEU {metrics['mean']:.2f}, standard deviation over seeds {metrics['spread']:.2f}",
@@ -239,8 +249,8 @@ PICKERS = {
     'gender-path': gender_path,
     'head-orders': head_orders, 'heads': heads, 'inference': inference, 'kills': kills, 'large-corpus': large_corpus,
     'mbr': mbr, 'memory': memory, 'more-bugs': more_bugs, 'own-experiment': own_experiment, 'paired': paired,
-    'positions': positions, 'recipe': recipe, 'serving': serving, 'site': site, 'toy-errors': toy_errors,
-    'train-speed': train_speed, 'vocabulary-size': vocabulary_size,
+    'positions': positions, 'processes': processes, 'recipe': recipe, 'serving': serving, 'site': site,
+    'toy-errors': toy_errors, 'train-speed': train_speed, 'vocabulary-size': vocabulary_size,
 }
 
 

@@ -281,3 +281,95 @@ def test_sharded_optimizer_takes_the_same_steps_with_half_of_the_state(tmp_path)
     shutil.copytree(tmp_path / 'sharded', tmp_path / 'alone')
     for found, _ in (run('sharded', True, 30), run('alone', False, 30, n=1)):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+COMPILED = '''
+import json
+import sys
+from functools import partial
+from unittest import mock
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from annotated_transformer.distributed import destroy_process_group, init_process_group
+from annotated_transformer.kernels import LossModule, accelerate
+from annotated_transformer.loader import TrainingLoader
+from annotated_transformer.trainer import TrainConfig, train_step
+from annotated_transformer.training import make_optimizer
+from annotated_transformer.transformer import Transformer, TransformerConfig
+
+compiled, splits = [argument == 'True' for argument in sys.argv[1:]]
+torch._dynamo.config.optimize_ddp = splits
+events = []
+
+def compiler(name):
+    "A compiler that leaves graphs as they are, and notes when they run."
+    def compile_graph(graph, inputs):
+        def run(*args):
+            events.append(name)
+            return graph(*args)
+        return make_boxed_func(run)
+    return compile_graph
+
+def note_bucket(group, bucket):
+    events.append('bucket')
+    return allreduce_hook(group, bucket)
+
+backend = aot_autograd(fw_compiler=compiler('forward'), bw_compiler=compiler('backward'))
+small_buckets = partial(torch.nn.parallel.DistributedDataParallel, bucket_cap_mb=1)
+processes = init_process_group()
+generator = torch.Generator().manual_seed(0)
+lengths = torch.randint(2, 12, (100,), generator=generator).tolist()
+rows = [torch.randint(4, 20, (n,), generator=generator).tolist() for n in lengths]
+torch.manual_seed(0)
+config = TransformerConfig(vocab_size=20, n_layers=1, d_model=128, d_ff=512, n_heads=2, dropout=0.0) # 4 MiB
+model = accelerate(Transformer(config)).double().train()
+loader = TrainingLoader([(row, row) for row in rows], 128, rank=processes.rank, world_size=processes.size,
+                        pad_to_multiple_of=4)
+with mock.patch.object(torch, 'compile', partial(torch.compile, backend=backend)):
+    loss_module = LossModule(model, TrainConfig(compile=compiled))
+with mock.patch.object(torch.nn.parallel, 'DistributedDataParallel', small_buckets):
+    loss_module = processes.wrap(loss_module)
+loss_module.register_comm_hook(None, note_bucket)
+optimizer = make_optimizer(model)
+losses = []
+shapes = set()
+for _, batch in zip(range(6), loader.epoch(0)):
+    events.clear()
+    shapes.add(batch.src.shape)
+    losses.append(train_step(loss_module, [batch], optimizer, 1e-3, processes=processes))
+assert len(shapes) > 1
+print(json.dumps({'losses': losses, 'events': events}))
+loss_module = None
+destroy_process_group(processes)
+'''
+
+
+@pytest.mark.slow
+@needs_distributed
+def test_compiled_model_communicates_during_the_backward_pass(tmp_path):
+    """PyTorch splits the compiled model at buckets. Unsplit, it returns all gradients when the backward pass has ended.
+
+    The losses are those without compilation, also when the shapes of batches change.
+    """
+    path = tmp_path / 'run.py'
+    path.write_text(COMPILED)
+
+    def run(compiled, splits=True):
+        started = start_two(path, str(compiled), str(splits))
+        outputs = [process.communicate(timeout=500) for process in started]
+        for process, (_, errors) in zip(started, outputs):
+            assert process.returncode == 0, errors[-2000:]
+        return json.loads(outputs[0][0].splitlines()[-1])
+
+    plain = run(False)
+    assert set(plain['events']) == {'bucket'}
+    found = run(True)
+    torch.testing.assert_close(torch.tensor(found['losses'], dtype=torch.float64),
+                               torch.tensor(plain['losses'], dtype=torch.float64), rtol=1e-9, atol=0)
+    events = found['events']
+    last_backward = len(events) - 1 - events[::-1].index('backward')
+    assert events.count('backward') > 2 and events.index('bucket') < last_backward, events
+    unsplit = [event for event in run(True, splits=False)['events'] if event != 'forward']
+    assert unsplit[0] == 'backward' and set(unsplit[1:]) == {'bucket'}

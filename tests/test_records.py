@@ -49,7 +49,7 @@ from annotated_transformer.relative_positions import RelativeConfig
 from annotated_transformer.scoring import score
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.trainer import TrainConfig
-from annotated_transformer.transformer import TransformerConfig
+from annotated_transformer.transformer import Transformer, TransformerConfig, count_parameters
 from annotated_transformer.translator import SHIPPED, Translator
 
 
@@ -1051,3 +1051,36 @@ def test_captions_on_page_10_have_the_scores_of_the_records():
         expected = [f"{part['bleu']:.1f} ± {part['bleu_half_width']:.1f}, {part['chrf']:.1f}" for part in parts]
         assert row[1:] == [*expected, f"{parts[1]['lowercased_tokenized_bleu']:.1f}"], name
     assert parts[0]['chrf_signature'] in shown_text('10_english_to_german')
+
+
+# --- processes.py
+
+def check_counts(found):
+    "Four bytes for each parameter; beside the gradient's buckets, a step exchanges the loss, and clock and signals."
+    for size in found['metrics'].values():
+        model = Transformer(TransformerConfig(**size['model']))
+        assert size['bytes_per_step'] == sum(size['bucket_bytes']) == 4 * size['parameters'] == 4 * count_parameters(model)
+        assert size['collectives_per_step'] == len(size['bucket_bytes']) + 2
+        assert set(size['rounds']) == {'one', 'half', 'apart', 'weak', 'strong'}
+        for name, seconds in size['rounds'].items():
+            assert len(seconds) == len(size['all_reduce_rounds']) == found['settings']['rounds']
+            assert size['step_seconds'][name] == {
+                'median': statistics.median(seconds), 'low': min(seconds), 'high': max(seconds)}
+        assert {launch: len(ranks) for launch, ranks in size['peak_mib'].items()} == {'one': 1, 'weak': 2, 'strong': 2}
+        gradient_mib = size['bytes_per_step'] / 2**20
+        assert all(peak > 4 * gradient_mib for ranks in size['peak_mib'].values() for peak in ranks) # and Adam's state
+
+
+def test_record_of_two_processes_counts_what_they_exchange():
+    found = json.loads((record.RESULTS / 'processes.json').read_text('utf-8'))
+    assert set(found['metrics']) == {'tiny', 'small'} and found['settings']['rounds'] >= 5
+    check_counts(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason='this PyTorch has no torch.distributed')
+def test_processes_measures_one_and_two(tmp_path):
+    found = measured('processes.py', tmp_path / 'processes.json', '--sizes', 'tiny', '--steps', '1')
+    check_counts(found)
+    for one_number, _, large in found['metrics']['tiny']['all_reduce_rounds']:
+        assert 0 < one_number < large
