@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Find the heads that carry gender from a noun to its pronoun, in several models trained with different seeds:
-results/gender-path.json, which the page on what attention shows plots.
+results/gender-path.json, which the page on the path of gender plots.
 
     python benchmarks/gender_path.py --folder runs/gender    # about four minutes of one core for each model
     python benchmarks/gender_path.py --folder runs/gender --seeds 4 5 # other seeds
