@@ -270,17 +270,17 @@ def r_drop_loss_and_gradient(
     :return: nats, summed over the n tokens and both passes
     """
     index = targets[:, None]
-    log_p = logits1.log_softmax(1)
-    log_q = logits2.log_softmax(1)
+    log_p1 = logits1.log_softmax(1)
+    log_p2 = logits2.log_softmax(1)
     loss = 0.0
-    for own_logits, own, other in ((logits1, log_p, log_q), (logits2, log_q, log_p)):
+    for own_logits, own, other in ((logits1, log_p1, log_p2), (logits2, log_p2, log_p1)):
         probs = own.exp()
         log_ratio = own - other
         divergence = (probs * log_ratio).sum(1, keepdim=True) # KL divergence from the other pass
         loss = loss - (1 - label_smoothing) * own.gather(1, index)
         loss = loss - label_smoothing * own.mean(1, keepdim=True)
         loss = loss + r_drop / 2 * divergence
-        gradient = probs * (1 + r_drop / 2 * (log_ratio - divergence))
+        gradient = probs * (1 + r_drop / 2 * (log_ratio - divergence)) # 1: of the cross-entropy
         gradient.add_(r_drop / 2 * (probs - other.exp()))
         gradient.sub_(label_smoothing / logits1.size(1))
         gradient.scatter_add_(1, index, torch.full_like(divergence, label_smoothing - 1))
