@@ -11,7 +11,7 @@ animals and six places: *This dog should sleep in the house although it is sad*.
 *it*:
 
 - `patching`: share of the logit difference that follows when its output comes from the other sentence,
-- `zero`: the same share when its output is replaced with zeros (0.5: no preference is left),
+- `zero`: the same share when its output is replaced with zeros (0.5: no information about the noun is left),
 - `weight`: mean attention weight from *it* to the noun.
 
 All three are means over the sentences. `pairs` has `patching` for each pair of nouns.
