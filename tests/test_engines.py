@@ -230,8 +230,8 @@ def test_one_line_says_that_pytorch_computes(shipped, cache, call, reason):
 
 
 @pytest.mark.parametrize('d_model, compute_type, n_workers', [
-    (128, 'float32', 2), (256, 'float32', 1), (256, 'int8', 2), (512, 'int8', 1)])
-def test_wide_models_divide_products_narrow_ones_batches(tmp_path, monkeypatch, d_model, compute_type, n_workers):
+    (128, 'float32', 2), (256, 'float32', 1), (256, 'int8', 2), (512, 'int8', 2), (512, 'int8_float32', 2)])
+def test_wide_models_in_float32_divide_products_others_batches(tmp_path, monkeypatch, d_model, compute_type, n_workers):
     config = replace(PAPER, d_model=d_model, d_ff=8, n_heads=4)
     write_model(tmp_path, config)
     monkeypatch.setattr(torch, 'get_num_threads', lambda: 2)
@@ -239,7 +239,7 @@ def test_wide_models_divide_products_narrow_ones_batches(tmp_path, monkeypatch, 
     assert engine.translator.num_translators == engine.n_workers == n_workers
 
 
-def test_a_batch_of_few_sentences_is_not_divided(shipped, monkeypatch):
+def test_a_batch_is_divided_among_the_workers(shipped, monkeypatch):
     sizes = []
     engine = shipped[1].engine
     monkeypatch.setattr(engine, 'n_workers', 2)
@@ -253,7 +253,7 @@ def test_a_batch_of_few_sentences_is_not_divided(shipped, monkeypatch):
     monkeypatch.setattr(engine, 'translator', Recorder())
     for n in (1, 8, 32, 64):
         engine.beam_search([[5, 6, EOS]] * n, DecodingConfig(beam_size=1))
-    assert sizes == [16, 16, 16, 32]
+    assert sizes == [1, 4, 16, 32]
 
 
 def test_a_seed_repeats_draws(shipped):
