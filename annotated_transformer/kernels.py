@@ -3,10 +3,10 @@
 """Kernels: replace attention, dropout and the output layer's loss with faster functions, and check that the results
 agree."""
 
-__all__ = ['SMALL', 'ONEDNN_CACHES', 'CACHE_CAPACITY', 'fused_attention', 'mask_kind', 'smoothed_loss_and_gradient',
-           'ChunkedLoss', 'chunked_loss', 'linear_cross_entropy', 'summed_loss', 'validate', 'FastDropout',
-           'accelerate', 'fused_qkv', 'suitable_threads', 'r_drop_loss_and_gradient', 'r_drop_loss',
-           'bound_onednn_caches', 'LossModule']
+__all__ = ['SMALL', 'ONEDNN_CACHES', 'CACHE_CAPACITY', 'fused_attention', 'trains_in_bfloat16_on_cpu', 'mask_kind',
+           'smoothed_loss_and_gradient', 'ChunkedLoss', 'chunked_loss', 'linear_cross_entropy', 'summed_loss',
+           'validate', 'FastDropout', 'accelerate', 'fused_qkv', 'suitable_threads', 'r_drop_loss_and_gradient',
+           'r_drop_loss', 'bound_onednn_caches', 'LossModule']
 
 import math
 import os
@@ -32,11 +32,15 @@ def fused_attention(
 ) -> tuple[Float[Tensor, "*batch m d_v"], None]:
     """The output of `attention.attention`, by PyTorch's fused kernels.
 
-    A fully masked query gets zeros.
+    A fully masked query gets zeros. When it trains in bfloat16 on a CPU, attention computes in float32.
 
     :param mask: True where a query may attend
     :return: output; None in place of the weights
     """
+    if trains_in_bfloat16_on_cpu(query):
+        with torch.autocast('cpu', enabled=False):
+            output, _ = fused_attention(query.float(), key.float(), value.float(), mask)
+        return output.bfloat16(), None
     kind = mask_kind(mask)
     if kind != 'other':
         return F.scaled_dot_product_attention(query, key, value, is_causal=kind == 'causal'), None
@@ -46,6 +50,13 @@ def fused_attention(
     return output.masked_fill(fully_masked, 0), None
 
 fused_attention.reference = attention # the same output, always with the weights
+
+def trains_in_bfloat16_on_cpu(query: Tensor) -> bool:
+    "Return whether a backward pass through attention would compute in bfloat16 on a CPU, which PyTorch does slowly."
+    if query.device.type != 'cpu' or not query.requires_grad:
+        return False
+    is_cast = torch.is_autocast_enabled('cpu') and torch.get_autocast_dtype('cpu') == torch.bfloat16
+    return is_cast or query.dtype == torch.bfloat16
 
 def mask_kind(
     mask: Bool[Tensor, "*batch m n"] | None,
