@@ -115,7 +115,7 @@ def gated_heads(model: nn.Module, gates: Mapping[str, Float[Tensor, "*batch head
             n_heads = len(kept_heads(model.config, name))
             if gate.size(-1) != n_heads:
                 raise ValueError(f'{name} has {n_heads} heads, but {gate.size(-1)} gates were given')
-            if n_heads:
+            if n_heads: # a module without heads has no output to multiply
                 stack.enter_context(edit_heads(model.get_submodule(name), multiply(gate)))
         yield
 
@@ -133,6 +133,7 @@ def gate_gradients(model: nn.Module, batch: Batch) -> dict[str, Float[Tensor, "s
         return {}
     with torch.enable_grad(), gated_heads(model, gates):
         loss = batch_loss(model, batch) * batch.n_tokens # from the mean over tokens to the sum
+    # a sentence's loss depends only on its own gates, so the gradient of the sum has each sentence's slopes
     gradients = torch.autograd.grad(loss, list(gates.values()), materialize_grads=True)
     return {name: gradient[:, 0] for name, gradient in zip(gates, gradients)}
 
@@ -172,6 +173,7 @@ def rank_correlation(first: Mapping, second: Mapping) -> float:
     if first.keys() != second.keys() or len(first) < 2:
         raise ValueError('rank_correlation compares two numbers for each of the same things, at least two')
     values = torch.tensor([[float(x[key]) for key in first] for x in (first, second)], dtype=torch.float64)
+    # compare each value with all values of the same mapping
     n_smaller = (values[:, :, None] > values[:, None]).double().sum(-1)
     n_equal = (values[:, :, None] == values[:, None]).double().sum(-1)
     ranks = n_smaller + (n_equal - 1) / 2 # from 0; equal values share the mean of their ranks
@@ -196,7 +198,7 @@ class PrunedConfig(TransformerConfig):
                 raise ValueError(f'kept_heads[{name!r}]={numbers!r} must be different numbers '
                                  f'from 0 to {self.n_heads - 1}')
         ordered = {name: sorted(self.kept_heads[name]) for name in names if name in self.kept_heads}
-        object.__setattr__(self, 'kept_heads', ordered)
+        object.__setattr__(self, 'kept_heads', ordered) # the dataclass is frozen
 
 def linear_from(weight: Tensor, bias: Tensor) -> nn.Linear:
     "Return a linear layer with copies of these weights; a size may be 0."
@@ -275,7 +277,8 @@ def prune_heads(model: nn.Module, heads: Iterable[Head]) -> PrunedTransformer:
         kept[name] = [numbers[i] for i in kept_indices]
         smaller.set_submodule(name, PrunedAttention(smaller.get_submodule(name), kept_indices))
     pruned = PrunedTransformer(PrunedConfig(**asdict(model.config) | {'kept_heads': kept}))
-    for name, module in smaller.named_children(): # move the parts of the pruned copy into the new model
+    # `smaller` has the weights but the class and config of a complete model; `pruned` has random weights
+    for name, module in smaller.named_children():
         setattr(pruned, name, module)
     return pruned.train(model.training)
 

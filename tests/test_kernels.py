@@ -45,6 +45,34 @@ def test_fused_attention(n, masked):
     assert_close(found, results[0][0], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_attention_trains_in_float32_when_all_else_is_bfloat16_on_a_cpu(monkeypatch, dtype):
+    "Under autocast the inputs may be float32 (rotary positions) or bfloat16. Without a gradient, nothing is cast."
+    computed = []
+    original = kernels.F.scaled_dot_product_attention
+
+    def record(query, *args, **kwargs):
+        computed.append((query.dtype, torch.is_autocast_enabled('cpu')))
+        return original(query, *args, **kwargs)
+
+    monkeypatch.setattr(kernels.F, 'scaled_dot_product_attention', record)
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 3, 5, 4).to(dtype).requires_grad_() for _ in range(3)]
+    mask = causal_mask(5)
+    with torch.autocast('cpu', torch.bfloat16):
+        output, _ = fused_attention(*inputs, mask)
+    gradients = torch.autograd.grad(output.float().square().sum(), inputs)
+    assert output.dtype == torch.bfloat16
+    assert computed == [(torch.float32, False)]
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    expected = torch.autograd.grad(attention(*exact, mask)[0].square().sum(), exact)
+    for found, right in zip(gradients, expected):
+        assert_close(found.float(), right, atol=2e-2, rtol=2e-2)
+    with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+        fused_attention(*[x.detach() for x in inputs], mask)
+    assert computed[1:] == [(dtype, True)]
+
+
 @pytest.fixture
 def kernel_calls(monkeypatch):
     "The masks that PyTorch's fused attention gets: None, 'causal' or a mask."
