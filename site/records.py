@@ -76,7 +76,8 @@ def pages_of(names):
             if re.search(rf"results/{re.escape(name)}\.json|{called}|'{re.escape(name)}\.json'", text):
                 found[name] = list(dict.fromkeys([*found[name], stem]))
     for name in names:
-        if 'scores' in names[name] and '78_the_record_in_full' in PAGES and (not found[name] or name.startswith('gpu-')):
+        is_scored = 'scores' in names[name] and (not found[name] or name.startswith('gpu-'))
+        if is_scored and '78_the_record_in_full' in PAGES:
             found[name].append('78_the_record_in_full')
     return found
 
