@@ -76,8 +76,9 @@ def pages_of(names):
             if re.search(rf"results/{re.escape(name)}\.json|{called}|'{re.escape(name)}\.json'", text):
                 found[name] = list(dict.fromkeys([*found[name], stem]))
     for name in names:
-        if 'scores' in names[name] and '46_the_record' in PAGES and (not found[name] or name.startswith('gpu-')):
-            found[name].append('46_the_record')
+        is_scored = 'scores' in names[name] and (not found[name] or name.startswith('gpu-'))
+        if is_scored and '78_the_record_in_full' in PAGES:
+            found[name].append('78_the_record_in_full')
     return found
 
 
@@ -270,8 +271,8 @@ def page(summary, caption):
 
 Every figure comes from a record in the repository. A record names the command, the seed, the machine and the date, and
 keeps its settings; the hash is the SHA-256 of the weights, or of the record where there are none (point at it to see
-all of it), and the command stands below the machine. [Page 46](46_the_record.ipynb) discusses the Multi30k results, and
-what they do not show.
+all of it), and the command stands below the machine. [Page 78](78_the_record_in_full.ipynb) discusses the Multi30k results,
+and what they do not show.
 
 ## The main rows
 
