@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the long runs of page 47: its second experiment, its template, and the solutions of its exercises.
+"""Make the runs of page 47: its pilots and experiments, and the solutions of its exercises.
 
     python benchmarks/own_experiment.py      # ten minutes of one core; stop it at any time, run it again to continue
 

@@ -850,12 +850,12 @@ def page_47():
 
 def test_record_of_page_47_is_that_of_its_code(page_47):
     fingerprint, run = page_47['fingerprint'], page_47['run']
-    expected = {f'baseline {fingerprint(run, None)}'}
-    for name in 'use_rms_norm', 'use_gelu', 'drop_norm_bias', 'use_attention_plus_one':
-        expected.add(f'{name} {fingerprint(run, page_47[name])}')
-    for name in 'use_gelu', 'drop_norm_bias', 'use_attention_plus_one':
-        expected.add(f'{name} {fingerprint(page_47["pilot_losses"], page_47[name])}')
-    for change in None, page_47['use_rms_norm']:
+    expected = {f'more training {fingerprint(page_47["losses_with_more_training"])}'}
+    for name in None, 'use_rms_norm', 'use_gelu', 'drop_norm_bias', 'use_attention_plus_one':
+        change = page_47[name] if name else None
+        expected.add(f'{name or "baseline"} {fingerprint(run, change)}')
+        expected.add(f'{name or "baseline"} {fingerprint(page_47["pilot_losses"], change)}')
+    for change in None, page_47['use_gelu']:
         expected.add(f'three epochs {fingerprint(page_47["three_epochs"], change)}')
     values = json.loads(own_experiment.RECORD.read_text('utf-8'))['values']
     assert {key.split(',')[0] for key in values} == expected
