@@ -271,8 +271,8 @@ def page(summary, caption):
 
 Every figure comes from a record in the repository. A record names the command, the seed, the machine and the date, and
 keeps its settings; the hash is the SHA-256 of the weights, or of the record where there are none (point at it to see
-all of it), and the command stands below the machine. [Page 78](78_the_record_in_full.ipynb) discusses the Multi30k results,
-and what they do not show.
+all of it), and the command stands below the machine. [Page 78](78_the_record_in_full.ipynb) discusses the Multi30k
+results, and what they do not show.
 
 ## The main rows
 
