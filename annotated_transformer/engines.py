@@ -104,8 +104,8 @@ class CTranslate2Engine:
             raise ValueError(f'compute_type={compute_type!r} cannot be computed by this {kind}: '
                              f'choose one of {", ".join(known)}')
         n_threads = torch.get_num_threads()
-        wide = 512 if compute_type.startswith('int8') else 256
-        self.n_workers = n_threads if model.config.d_model < wide else 1 # small products: one thread for each batch
+        shares_products = model.config.d_model >= 256 and not compute_type.startswith('int8')
+        self.n_workers = 1 if shares_products else n_threads # otherwise, the workers share the sentences of a batch
         self.translator = library.Translator(
             str(folder), device=kind, device_index=int(index or 0), compute_type=compute_type,
             inter_threads=self.n_workers, intra_threads=n_threads // self.n_workers)
@@ -160,7 +160,7 @@ class CTranslate2Engine:
             self.to_tokens(row[:-1] for row in rows), self.to_tokens(prefix) if any(prefix) else None,
             beam_size=config.beam_size, patience=n_finished / config.beam_size, num_hypotheses=n_finished,
             length_penalty=exponent, min_decoding_length=0, max_decoding_length=max_length, max_input_length=0,
-            max_batch_size=max(GROUP_SIZE, math.ceil(len(rows) / self.n_workers)), return_scores=True,
+            max_batch_size=math.ceil(len(rows) / self.n_workers), return_scores=True,
             return_end_token=True, asynchronous=True)
 
     def score_prefixes(self, rows: Sequence[list[int]], prefix: Sequence[Sequence[int]]) -> list[float]:
