@@ -109,6 +109,7 @@ class CTranslate2Engine:
         self.translator = library.Translator(
             str(folder), device=kind, device_index=int(index or 0), compute_type=compute_type,
             inter_threads=self.n_workers, intra_threads=n_threads // self.n_workers)
+        torch.set_num_threads(n_threads) # CTranslate2 has changed the number for PyTorch, too
         self.pytorch = PyTorchEngine(model)
         self.says_fallback = says_fallback
         self.name = f'CTranslate2 in {compute_type}'

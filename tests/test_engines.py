@@ -239,6 +239,16 @@ def test_wide_models_in_float32_divide_products_others_batches(tmp_path, monkeyp
     assert engine.translator.num_translators == engine.n_workers == n_workers
 
 
+def test_pytorch_keeps_its_threads():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        Translator.load(engine='ctranslate2')
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_batch_is_divided_among_the_workers(shipped, monkeypatch):
     sizes = []
     engine = shipped[1].engine
