@@ -235,11 +235,12 @@ def test_wide_models_in_float32_divide_products_others_batches(tmp_path, monkeyp
     config = replace(PAPER, d_model=d_model, d_ff=8, n_heads=4)
     write_model(tmp_path, config)
     monkeypatch.setattr(torch, 'get_num_threads', lambda: 2)
+    monkeypatch.setattr(torch, 'set_num_threads', lambda n: None) # the other tests keep theirs
     engine = Translator.load(tmp_path, 'cpu', 'ctranslate2', compute_type).engine
     assert engine.translator.num_translators == engine.n_workers == n_workers
 
 
-def test_pytorch_keeps_its_threads():
+def test_pytorch_keeps_its_threads(cache):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
