@@ -323,4 +323,4 @@ def seeds_needed(
         half_widths = t_quantile(n - 1, 1 - alpha / n_claims) * standard_errors
         if np.mean((start < means - half_widths) & (means + half_widths < end)) >= power:
             return n
-    raise ValueError(f'effect_size={effect_size} needs more than 100 seeds: look for a larger effect or less noise')
+    raise ValueError(f'effect_size={effect_size} needs more than 100 seeds: reduce the noise, or accept a lower power')
