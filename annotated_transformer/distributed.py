@@ -36,14 +36,14 @@ class Processes:
     def job(self) -> str | None:
         """Id of the `torchrun` job, which stays the same when processes are restarted, join or leave.
 
-        :return: None: it has none
+        :return: None: the job has no id
         """
         name = os.environ.get('TORCHELASTIC_RUN_ID', 'none')
         return None if name == 'none' else name
 
     @property
     def restarted(self) -> bool:
-        "Whether `torchrun` started this process to replace one that died."
+        "Whether `torchrun` has restarted the processes of this job, because one of them died."
         return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) > 0
 
     def all_reduce_sum(self, *numbers: float | int) -> list[float]:
@@ -62,12 +62,12 @@ class Processes:
     def barrier(self) -> None:
         "Wait until all processes have come this far."
         if self.size > 1:
-            self.all_reduce_sum(0.0)
+            self.all_reduce_sum(0.0) # its result needs all processes
 
     def broadcast(self, value: Any) -> Any:
-        """Return the value that rank 0 has.
+        """Send the value of rank 0 to all processes. All processes must call it together.
 
-        :return: the same in every process
+        :return: rank 0's value, in every process
         """
         values = [value]
         if self.size > 1:
@@ -81,7 +81,7 @@ class Processes:
     def gather(self, results: list) -> list:
         """Put together what the processes computed for their shares. All processes must call it together.
 
-        :return: for all items, in their order, in every process
+        :return: results for all items, in their order, in every process
         """
         if self.size == 1:
             return results
@@ -89,7 +89,7 @@ class Processes:
         dist.all_gather_object(parts, results)
         whole = [None] * sum(map(len, parts))
         for rank, part in enumerate(parts):
-            whole[rank::self.size] = part
+            whole[rank::self.size] = part # undoes `share`
         return whole
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -116,7 +116,7 @@ class Processes:
             optimizer.consolidate_state_dict()
 
     def no_sync(self, module: nn.Module, enabled: bool = True):
-        "A context in which gradients are only added up locally: for every backward pass of a step but the last."
+        "Return a context in which backward passes add up gradients without sending them, if `enabled`."
         if not enabled or self.size == 1:
             return contextlib.nullcontext()
         return module.no_sync()
