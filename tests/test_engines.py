@@ -150,14 +150,15 @@ def test_shorter_sentences_join_a_small_group(shipped):
     engine = shipped[1].engine
     rows = [[UNK] * n + [EOS] for n in range(3, 33)]
     everyone = list(range(len(rows)))
-    groups = engines.BatchSearch(engine, rows, DecodingConfig(), None).groups(everyone, 4)
+    groups = engines.length_groups(engines.BatchSearch(engine, rows, DecodingConfig(), None), everyone, 4)
     assert [len(group) for group, _ in groups] == [16, 14]
     assert [max_length for _, max_length in groups] == [38, 22]
     limited = engines.BatchSearch(engine, rows, DecodingConfig(max_extra_tokens=0), None)
-    for group, max_length in limited.groups(everyone, 4):
+    for group, max_length in engines.length_groups(limited, everyone, 4):
         assert all(max_length <= limited.limits[i] for i in group)
     prefix = [[UNK] * (i % 2) for i in everyone]
-    for group, _ in engines.BatchSearch(engine, rows, DecodingConfig(), prefix).groups(everyone, 4):
+    search = engines.BatchSearch(engine, rows, DecodingConfig(), prefix)
+    for group, _ in engines.length_groups(search, everyone, 4):
         assert len({i % 2 for i in group}) == 1
 
 
@@ -310,7 +311,7 @@ def test_unknown_names():
     with pytest.raises(ValueError, match="compute_type='int8' needs engine='ctranslate2'"):
         Translator.load(SHIPPED, 'cpu', 'pytorch', 'int8')
     if 'float16' not in ctranslate2.get_supported_compute_types('cpu'):
-        with pytest.raises(ValueError, match="'float16' cannot be computed by this cpu: choose one of float32, int8"):
+        with pytest.raises(ValueError, match="'float16' is not supported on this cpu: choose one of float32, int8"):
             Translator.load(SHIPPED, 'cpu', 'ctranslate2', 'float16')
 
 
