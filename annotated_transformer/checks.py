@@ -3,7 +3,7 @@
 """Is your Transformer broken?: one call tells you which property your encoder-decoder violates, what was observed,
 and where to look."""
 
-__all__ = ['CHECKS', 'KEY_BIAS', 'FIRST', 'check_transformer', 'run_once', 'check_runs', 'check_logits', 'check_future',
+__all__ = ['CHECKS', 'KEY_BIAS', 'FIRST', 'LAST', 'check_transformer', 'run_once', 'check_runs', 'check_logits', 'check_future',
            'check_prefix', 'check_source_padding', 'check_target_padding', 'check_batch_rows', 'smallest_change',
            'check_past', 'check_source', 'check_encoder', 'needs_order', 'reordering_error', 'check_source_order',
            'check_target_order', 'check_without_positions', 'check_gradients', 'check_parameters', 'vocabulary_modules',
@@ -22,7 +22,7 @@ from annotated_transformer.probes import (
     Adapter, Checks, NotApplicable, Probe, Report, leaves, position_modules, positions_off, relative_error,
     training_without_dropout)
 
-CHECKS = Checks() # of `check_transformer`
+CHECKS = Checks() # the registry that check_transformer runs
 
 def check_transformer(
     model: nn.Module, call: Callable | None = None, *, pad: int | None = 0, vocab_size: int | None = None,
@@ -35,16 +35,16 @@ def check_transformer(
 
     :param model: stays unchanged: the checks use copies
     :param call: (model, src, tgt) to logits; not needed if model(src, tgt) returns them
-    :param pad: id of the padding token; None: there is none
-    :param vocab_size: target token ids to draw from (default: as many as logits)
-    :param src_vocab_size: source token ids to draw from (default: `vocab_size`)
-    :param lengths: of random source and target: at least 3; the model must accept 3 more
+    :param pad: padding id; None if the model has no padding
+    :param vocab_size: target vocabulary (default: the size of the logits' last axis)
+    :param src_vocab_size: source vocabulary (default: `vocab_size`)
+    :param lengths: of random source and target: at least 3; padding adds up to 3
     :param positions: how the model knows the order: 'absolute', 'relative', 'none'
     :param tied: whether embeddings and output layer should share one matrix
     :param without_positions: a copy without positions, if no module is named after them
     :param make: builds another such model with other weights, to load the state into
     :param append_padding: (ids, k) to ids with k positions of padding, if not on the right
-    :param tol: largest relative error of equal logits (default: 1e-5; 1e-4 in float32)
+    :param tol: largest change of equal logits, in standard deviations (default: 1e-5; 1e-4 in float32)
     :param steps: optimizer steps within which one batch must be overfitted
     :param only: names of the checks in `CHECKS` to run; empty: all
     :param skip: names of the checks that do not apply to this model
@@ -83,7 +83,7 @@ def check_runs(p: Probe):
         return False, f'the model returns {type(out).__name__}: pass call=, which returns the logits'
     out = p.logits(*p.pair())
     correct = tuple(out.shape[:-1]) == (2, p.m) and out.size(-1) >= p.vocab_size
-    finite = out.isfinite().all()
+    finite = bool(out.isfinite().all())
     observed = f'(2, {p.n}) and (2, {p.m}) give {tuple(out.shape)}'
     if not finite:
         observed += ', some not finite'
@@ -129,7 +129,8 @@ def check_source_padding(p: Probe):
     expected = torch.cat([p.logits(short, tgt[:1]), base[1:]])
     mixed = torch.cat([p.padded(short, 2), src[1:]])
     for order in ([0, 1], [1, 0]): # padded sentence first, then last: a mask of the first row passes one of the two
-        error = max(error, relative_error(expected[order], p.logits(mixed[order], tgt[order])))
+        out = p.logits(mixed[order], tgt[order])[order] # a second swap restores the order
+        error = max(error, relative_error(expected, out))
     return p.equal(error, 'padded all rows, then one of two')
 
 @CHECKS.add('target padding', 'padding of the target changes nothing before it',
@@ -164,13 +165,14 @@ def check_batch_rows(p: Probe):
 def smallest_change(p: Probe, side: int) -> float:
     "Return the smallest change when one token of source (side 0) or target (side 1) is replaced."
     pair = p.pair()
+    sizes = p.src_vocab_size, p.vocab_size
     base = p.logits(*pair)
     changes = []
     for i in range(pair[side].size(1)):
         changed = list(pair)
-        changed[side] = p.replace(pair[side], i, i + 1, [p.src_vocab_size, p.vocab_size][side])
+        changed[side] = p.replace(pair[side], i, i + 1, sizes[side])
         first = i if side == 1 else 0 # a target token affects no earlier position
-        changes.append((p.logits(*changed) - base)[:, first:].abs().amax(-1).min()) # of rows and positions
+        changes.append((p.logits(*changed) - base)[:, first:].abs().amax(-1).min()) # over rows and positions
     return (min(changes) / base.std()).item()
 
 @CHECKS.add('past', 'each logit depends on all target tokens so far',
@@ -191,11 +193,11 @@ def check_encoder(p: Probe):
     encoder = named.get('encoder')
     if encoder is None:
         raise NotApplicable("the model has no module called 'encoder'")
-    src, tgt = p.pair(3)
+    src, tgt = p.pair(3) # 3 rows: shapes (batch, n) and (n, batch) can be told apart
     captured = []
     hook = encoder.register_forward_hook(lambda module, args, output: captured.append(output))
-    for i in range(p.n + 1): # first unchanged
-        p.logits(src if i == 0 else p.replace(src, i - 1, i, p.src_vocab_size), tgt)
+    for ids in (src, *(p.replace(src, i, i + 1, p.src_vocab_size) for i in range(p.n))):
+        p.logits(ids, tgt)
     hook.remove()
     outputs = [c if isinstance(c, Tensor) else c[0] for c in captured]
     shape = tuple(outputs[0].shape[:2]) if outputs else ()
@@ -241,8 +243,8 @@ def check_target_order(p: Probe):
 def check_without_positions(p: Probe):
     model = p.settings['without_positions']
     if model is not None:
-        other = p.adapted(copy.deepcopy(model)).to(p.device, p.logits(*p.pair()).dtype).eval()
-        return p.equal(reordering_error(p, other)[1], 'reversed and rotated', tol=1e-4)
+        flat = p.adapted(copy.deepcopy(model)).to(p.device, p.logits(*p.pair()).dtype).eval()
+        return p.equal(reordering_error(p, flat)[1], 'reversed and rotated', tol=1e-4)
     with positions_off(p.eval_model) as names:
         if not names and p.settings['positions'] != 'none':
             raise NotApplicable('no module is named after positions: pass without_positions=')
@@ -254,7 +256,8 @@ def check_without_positions(p: Probe):
         error = reordering_error(p)[1]
         if p.settings['positions'] == 'relative' and error > p.tol: # they are inside the attention
             raise NotApplicable('relative positions cannot be switched off: pass without_positions=')
-        return p.equal(error, f'reversed and rotated, without {", ".join(names[:2]) or "nothing"}')
+        off = f', with {" and ".join(names[:2])} off' if names else ''
+        return p.equal(error, f'reversed and rotated{off}')
 
 # A bias added to every key, such as k_proj.bias or attn.key.bias, does not change the softmax: its gradient is 0.
 # PyTorch's in_proj_bias is also that of queries and values, and gets a gradient.
@@ -273,7 +276,7 @@ def check_gradients(p: Probe):
         for _ in range(3): # a parameter that starts at zero may stop the gradients of others at first
             model.zero_grad()
             p.loss(model, src, tgt, targets).backward()
-            missing -= {name for name, q in model.named_parameters()
+            missing -= {name for name, q in model.named_parameters() # those with a gradient, and biases of keys
                         if q.grad is not None and (q.grad.any() or KEY_BIAS.search(name))}
             optimizer.step()
     names = f'; none for {", ".join(sorted(missing)[:4])}' if missing else ''
@@ -291,10 +294,9 @@ def check_parameters(p: Probe):
 def vocabulary_modules(p: Probe) -> list[nn.Module]:
     "Return the modules with a matrix as long as a vocabulary. NotApplicable if other layers have that size."
     sizes = {p.vocab_size, p.src_vocab_size}
-    found = [module for module in p.eval_model.modules()
-             if any(sizes & set(q.shape) for q in module.parameters(recurse=False) if q.dim() == 2)]
-    matrices = {id(q) for module in found for q in module.parameters(recurse=False)
-                if q.dim() == 2 and sizes & set(q.shape)} # no bias
+    def is_vocabulary(q): return q.dim() == 2 and bool(sizes & set(q.shape)) # no bias
+    found = [module for module in p.eval_model.modules() if any(map(is_vocabulary, module.parameters(recurse=False)))]
+    matrices = {id(q) for module in found for q in module.parameters(recurse=False) if is_vocabulary(q)}
     if len(matrices) > 3: # source, target, output
         raise NotApplicable(f'{len(matrices)} matrices are as long as the vocabulary: change vocab_size')
     return found
@@ -302,28 +304,27 @@ def vocabulary_modules(p: Probe) -> list[nn.Module]:
 @CHECKS.add('separate weights', 'no layer is used twice, except the embeddings',
             'one module object in several places, as in [layer] * n (if that is intended, skip this check)')
 def check_separate_weights(p: Probe):
-    names = {}
+    names = {} # of each layer; an object in two places has two
     vocabulary = vocabulary_modules(p)
     for name, module in p.eval_model.named_modules(remove_duplicate=False):
         own = list(module.parameters(recurse=False))
         if own and not isinstance(module, nn.Embedding) and module not in vocabulary:
             names.setdefault(module, []).append(name)
-    calls = dict.fromkeys(names, 0)
-    def count(module, inputs, output):
-        calls[module] += 1
-    hooks = [module.register_forward_hook(count) for module in names]
+    calls = [] # the layers, in the order in which they run
+    hooks = [layer.register_forward_hook(lambda module, inputs, output: calls.append(module)) for layer in names]
     p.logits(*p.pair())
     for hook in hooks:
         hook.remove()
     positions = {m for module in position_modules(p.eval_model).values() for m in module.modules()}
-    twice = [' and '.join(found[:2]) for module, found in names.items()
-             if len(found) > 1 and calls[module] > 1 and module not in positions]
-    owners = {} # a parameter that several modules hold
-    for module, found in names.items():
-        for q in module.parameters(recurse=False):
-            owners.setdefault(q, []).append(found[0])
-    twice += [' and '.join(found[:2]) for found in owners.values() if len(found) > 1]
-    return not twice, f'used twice: {"; ".join(twice[:2]) or "none"}'
+    shared = [found for layer, found in names.items()
+              if len(found) > 1 and calls.count(layer) > 1 and layer not in positions]
+    holders = {} # the layers that hold each parameter
+    for layer, found in names.items():
+        for q in layer.parameters(recurse=False):
+            holders.setdefault(q, []).append(found[0])
+    shared += [found for found in holders.values() if len(found) > 1]
+    observed = '; '.join(' and '.join(found[:2]) for found in shared[:2])
+    return not shared, f'used twice: {observed or "none"}'
 
 @CHECKS.add('tied', 'embeddings and output layer share one matrix if and only if tied',
             'weights copied (.clone(), .data) instead of assigned; an initialization that replaces the tied parameter')
@@ -333,9 +334,8 @@ def check_tied(p: Probe):
         raise NotApplicable('pass tied=True or tied=False')
     modules = vocabulary_modules(p)
     matrices = {id(q) for m in modules for q in m.parameters(recurse=False) if q.dim() == 2}
-    least = 1 if p.src_vocab_size == p.vocab_size else 2
-    shared = len(matrices) == least
-    return shared == tied, f'modules: {len(modules)}, distinct matrices: {len(matrices)}'
+    expected = 1 if p.src_vocab_size == p.vocab_size else 2 # if tied
+    return (len(matrices) == expected) == tied, f'modules: {len(modules)}, distinct matrices: {len(matrices)}'
 
 @CHECKS.add('state dict', 'the state dict holds everything that the logits depend on',
             'a random table that is neither parameter nor buffer, or a buffer with persistent=False')
@@ -431,7 +431,7 @@ def check_mixed_precision(p: Probe):
             loss.backward()
         except (NotImplementedError, RuntimeError) as error:
             if 'not implemented' not in str(error):
-                raise
+                raise # the report shows the error as a failure
             continue
         results = [loss, *[q.grad for q in model.parameters() if q.grad is not None]]
         if not all(result.isfinite().all() for result in results):
@@ -443,5 +443,6 @@ def check_mixed_precision(p: Probe):
 
 FIRST = ('runs', 'logits', 'parameters', 'evaluation', 'batch', 'source', 'source order', 'encoder',
          'without positions')
-for name in [*FIRST, *[name for name in CHECKS if name not in FIRST]]:
-    CHECKS[name] = CHECKS.pop(name) # a dictionary keeps this order
+LAST = [name for name in CHECKS if name not in FIRST]
+for name in (*FIRST, *LAST):
+    CHECKS[name] = CHECKS.pop(name) # a dictionary keeps the order in which keys are added

@@ -368,3 +368,28 @@ def test_decoder_only_models_are_checked_as_page_45_says(has_mask):
     report = check_transformer(Gpt(has_mask), call, pad=None, skip=skip)
     assert report.failed == ([] if has_mask else ['future', 'prefix'])
     assert {'encoder', 'source padding', 'target padding'} <= set(report.not_applicable)
+
+
+class WithMasks(Transformer):
+    "The signature of the Annotated Transformer: masks are arguments, and a generator returns log-probabilities."
+    def forward(self, src, tgt, src_mask, tgt_mask):
+        x = self.src_positions(self.src_embed(src) * math.sqrt(self.config.d_model))
+        y = self.tgt_positions(self.tgt_embed(tgt) * math.sqrt(self.config.d_model))
+        encoder_output = self.encoder(self.dropout(x), src_mask[:, None])
+        return self.decoder(self.dropout(y), encoder_output, tgt_mask[:, None], src_mask[:, None])
+
+    def generator(self, x):
+        return self.lm_head(x).log_softmax(-1)
+
+
+@pytest.mark.parametrize('causal', [True, False])
+def test_models_with_masks_as_arguments_are_checked_as_page_45_says(causal):
+    def call(model, src, tgt):
+        src_mask = (src != 0).unsqueeze(-2)
+        tgt_mask = (tgt != 0).unsqueeze(-2)
+        if causal:
+            tgt_mask = tgt_mask & torch.ones(1, tgt.size(1), tgt.size(1), device=tgt.device).tril().bool()
+        return model.generator(model(src, tgt, src_mask, tgt_mask))
+    torch.manual_seed(0)
+    report = check_transformer(WithMasks(CONFIG), call, tied=True, make=lambda: WithMasks(CONFIG), only=CHEAP)
+    assert report.failed == ([] if causal else ['future', 'prefix']) and not report.not_applicable, report
