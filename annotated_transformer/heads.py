@@ -50,7 +50,7 @@ class Head(NamedTuple):
         return f'{self.kind} L{self.layer}H{self.number}'
 
 def attention_names(config: TransformerConfig) -> list[str]:
-    "Return the names of all attention modules: the encoder's, the decoder's self-attentions, its cross-attentions."
+    "Return the names of all attention modules: encoder self-attention, decoder self-attention, cross-attention."
     kinds = (('encoder', 'self_attention'), ('decoder', 'self_attention'), ('decoder', 'cross_attention'))
     return [f'{side}.layers.{i}.{name}' for side, name in kinds for i in range(config.n_layers)]
 
@@ -81,9 +81,11 @@ def head_indices(model: nn.Module, heads: Iterable[Head]) -> dict[str, list[int]
     missing = sorted(heads - set(heads_of(model)))
     if missing:
         raise ValueError(f'the model has no {missing[0]!r}')
-    names = sorted({head.attention for head in heads})
-    return {name: [i for i, number in enumerate(kept_heads(model.config, name)) if Head(name, number) in heads]
-            for name in names}
+    indices = {}
+    for name in sorted({head.attention for head in heads}):
+        numbers = kept_heads(model.config, name) # a pruned module may have heads 0 and 2: their indices are 0 and 1
+        indices[name] = [i for i, number in enumerate(numbers) if Head(name, number) in heads]
+    return indices
 
 @contextmanager
 def without_heads(
@@ -92,10 +94,10 @@ def without_heads(
 ) -> Iterator[None]:
     """Ablate heads while the `with` block runs. Raises ValueError for a head that the model does not have.
 
-    :param heads: to ablate
+    :param heads: the heads to ablate
     :param method: one of `causal_tests.ABLATIONS`
     :param outputs: from `causal_tests.head_outputs`; for 'mean' and 'resample'
-    :param seed: of the draws of 'resample'
+    :param seed: seed of the draws of 'resample'
     """
     with ablate(model, head_indices(model, heads), method, outputs, seed):
         yield
@@ -106,10 +108,10 @@ def gated_heads(model: nn.Module, gates: Mapping[str, Float[Tensor, "*batch head
 
     Raises ValueError if the number of gates is not the number of heads.
 
-    :param gates: by the name of a module: (heads), or (batch, 1, heads)
+    :param gates: {name of a module: gates (heads) or (batch, 1, heads)}
     """
-    def multiply(gate): # an activation has shape (batch, m, heads, d_v)
-        return lambda activation: activation * gate[..., None]
+    def multiply(gate): # the outputs of the heads have shape (batch, m, heads, d_v)
+        return lambda outputs: outputs * gate[..., None]
     with ExitStack() as stack:
         for name, gate in gates.items():
             n_heads = len(kept_heads(model.config, name))
@@ -124,7 +126,7 @@ def gate_gradients(model: nn.Module, batch: Batch) -> dict[str, Float[Tensor, "s
 
     :param model: in eval mode
     :param batch: on the model's device
-    :return: by the name of a module: (sentences, heads)
+    :return: {name of a module: (sentences, heads)}
     """
     n_heads = {name: len(kept_heads(model.config, name)) for name in attention_names(model.config)}
     gates = {name: torch.ones(len(batch), 1, n, device=batch.src.device, requires_grad=True)
@@ -132,7 +134,7 @@ def gate_gradients(model: nn.Module, batch: Batch) -> dict[str, Float[Tensor, "s
     if not gates:
         return {}
     with torch.enable_grad(), gated_heads(model, gates):
-        loss = batch_loss(model, batch) * batch.n_tokens # from the mean over tokens to the sum
+        loss = batch_loss(model, batch) * batch.n_tokens # the sum over tokens instead of their mean
     # a sentence's loss depends only on its own gates, so the gradient of the sum has each sentence's slopes
     gradients = torch.autograd.grad(loss, list(gates.values()), materialize_grads=True)
     return {name: gradient[:, 0] for name, gradient in zip(gates, gradients)}
@@ -157,7 +159,7 @@ def gradient_importance(model: nn.Module, batches: Iterable[Batch]) -> dict[Head
     return {head: total / n_tokens for head, total in totals.items()}
 
 def normalized(importance: Mapping[Head, float]) -> dict[Head, float]:
-    "Divide by the root of the sum of squares within each attention module (Michel et al., section 4.1)."
+    "Divide the scores of each attention module by their L2 norm (Michel et al., section 4.1)."
     squares = {}
     for head, value in importance.items():
         squares[head.attention] = squares.get(head.attention, 0.0) + value ** 2
@@ -220,7 +222,7 @@ def select_columns(linear: nn.Linear, n_heads: int, indices: Sequence[int]) -> n
     return linear_from(weight, linear.bias)
 
 class PrunedAttention(MultiHeadAttention):
-    """A multi-head attention with some of another one's heads, perhaps with none: then its output is the bias.
+    """Multi-head attention with some of another module's heads; with none, its output is the bias of `out_proj`.
 
     :param whole: its weights are copied
     :param indices: of the heads to keep
@@ -288,8 +290,8 @@ class HardConcrete(nn.Module):
     :param n: number of gates
     :param start: first log alpha: about 3% of the draws are 0, and 60% are 1
     :param beta: temperature: the lower, the fewer draws lie between 0 and 1
-    :param low: draws are stretched to the interval from here ...
-    :param high: ... to here, and then clamped to [0, 1]
+    :param low: draws are stretched: this is the lower end of the interval ...
+    :param high: ... and this the upper end; then they are clamped to [0, 1]
     """
     def __init__(self, n: int, start: float | int = 2.0, beta: float = 2 / 3, low: float = -0.1, high: float = 1.1):
         super().__init__()
@@ -308,7 +310,7 @@ class HardConcrete(nn.Module):
         return self.stretch(((u.logit() + self.log_alpha) / self.beta).sigmoid())
 
     def final(self) -> Float[Tensor, "gates"]:
-        "Return the gates without randomness, for after training (equation 13)."
+        "Return deterministic gates, for use after training (equation 13)."
         return self.stretch(self.log_alpha.sigmoid())
 
     def open_probability(self) -> Float[Tensor, "gates"]:
@@ -320,7 +322,7 @@ def gates_by_attention(
 ) -> dict[str, Tensor]:
     """Group gates by attention module.
 
-    :param heads: that have a gate; all others stay open
+    :param heads: the heads that have a gate; all others stay open
     :param values: one for each of `heads`
     :return: for `gated_heads`
     """
@@ -334,7 +336,7 @@ def gates_by_attention(
 def close_gates(model: nn.Module, heads: Sequence[Head], values: Float[Tensor, "gates"]) -> PrunedTransformer:
     """Return a copy without the heads whose gate is 0; other gates are multiplied into the output projections.
 
-    :param heads: that have a gate
+    :param heads: the heads that have a gate
     :param values: from 0 to 1
     """
     model = copy.deepcopy(model)
@@ -351,11 +353,11 @@ def tune_gates(
     """Train a copy with a gate on each head and a penalty for each open one (Voita et al., 2019, section 6.1).
 
     :param batches: one for each step
-    :param heads: that may be closed; none: train without gates
+    :param heads: the heads that may be closed; none: train without gates
     :param penalty: for each open head, in nats per target token
     :param lr: learning rate of the weights
     :param gate_lr: learning rate of the gates: they must close within a few dozen steps
-    :param seed: of the gates and of dropout
+    :param seed: seed of the gates and of dropout
     :return: in eval mode
     """
     model = copy.deepcopy(model).train()
@@ -369,7 +371,7 @@ def tune_gates(
             loss = batch_loss(model, batch, label_smoothing)
         optimizer.zero_grad()
         (loss + penalty * gates.open_probability().sum()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm) # gates are not clipped
+        nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm) # of the weights alone
         optimizer.step()
     return close_gates(model.eval(), heads, gates.final())
 
@@ -383,7 +385,7 @@ def leave_one_out(
     :param measure: returns, for example, the loss or the BLEU of a model
     :param method: one of `causal_tests.ABLATIONS`
     :param outputs: from `causal_tests.head_outputs`; for 'mean' and 'resample'
-    :param seed: of the draws of 'resample'
+    :param seed: seed of the draws of 'resample'
     """
     whole = measure(model)
     changes = {}
@@ -393,7 +395,8 @@ def leave_one_out(
     return changes
 
 def head_statistics(maps: Sequence[Float[Tensor, "layers heads _ _"]]) -> dict[str, Float[Tensor, "layers heads"]]:
-    """Return means over queries: entropy of the row (nats), and weight on the token of that name.
+    """Return means over queries: the entropy of the weights (nats), and the weights on some tokens, such as the
+    first.
 
     :param maps: self-attention, one tensor per sentence
     """
