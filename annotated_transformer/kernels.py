@@ -32,7 +32,7 @@ def fused_attention(
 ) -> tuple[Float[Tensor, "*batch m d_v"], None]:
     """The output of `attention.attention`, by PyTorch's fused kernels.
 
-    A fully masked query gets zeros. When it trains in bfloat16 on a CPU, attention computes in float32.
+    A fully masked query gets zeros. In training in bfloat16 on a CPU, attention is computed in float32.
 
     :param mask: True where a query may attend
     :return: output; None in place of the weights
@@ -49,7 +49,7 @@ def fused_attention(
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=safe_mask)
     return output.masked_fill(fully_masked, 0), None
 
-fused_attention.reference = attention # the same output, always with the weights
+fused_attention.reference = attention # the same output, with the weights: for attention maps
 
 def trains_in_bfloat16_on_cpu(query: Tensor) -> bool:
     "Return whether a backward pass through attention would compute in bfloat16 on a CPU, which PyTorch does slowly."
@@ -61,7 +61,7 @@ def trains_in_bfloat16_on_cpu(query: Tensor) -> bool:
 def mask_kind(
     mask: Bool[Tensor, "*batch m n"] | None,
 ) -> Literal['none', 'causal', 'other']:
-    """Return 'none' for a mask that is True everywhere, 'causal' for that of `attention.causal_mask`.
+    """Return 'none' for a mask that is True everywhere, 'causal' for that of `attention.causal_mask`, else 'other'.
 
     The answer is stored with the mask, and holds until the mask is modified in place.
     """
@@ -92,7 +92,7 @@ def smoothed_loss_and_gradient(
     :return: nats, summed over the n tokens
     """
     index = targets[:, None]
-    expected_logit = (1 - label_smoothing) * logits.gather(1, index) # before `logits` is overwritten
+    expected_logit = (1 - label_smoothing) * logits.gather(1, index) # with the next line: the sum of q_j z_j
     expected_logit = expected_logit + label_smoothing * logits.mean(1, keepdim=True)
     largest = logits.amax(1, keepdim=True)
     total = logits.sub_(largest).exp_().sum(1, keepdim=True) # exp of at most 0 cannot overflow
@@ -126,7 +126,7 @@ class ChunkedLoss(torch.autograd.Function):
             if bias is not None:
                 logits += bias
             total += loss_and_gradient(logits, targets[start:start + chunk_size])
-            d_logits = logits.to(dtype)                      # `logits` now holds the gradient
+            d_logits = logits.to(dtype)                      # `loss_and_gradient` has overwritten the logits
             if bias is not None:
                 d_bias += logits.sum(0)
             torch.mm(d_logits, weight, out=d_hidden[rows])
@@ -134,7 +134,7 @@ class ChunkedLoss(torch.autograd.Function):
                 d_weight.addmm_(d_logits.T, h)
             else:
                 d_weight += d_logits.T @ h
-        ctx.gradients = (d_hidden, d_weight, d_bias)
+        ctx.gradients = (d_hidden, d_weight, d_bias)         # neither inputs nor outputs
         return total
 
     @staticmethod
@@ -237,7 +237,7 @@ class FastDropout(nn.Dropout):
         return x * keep.mul_(levels / (levels - n_dropped)).view(x.shape)
 
 def accelerate(model: nn.Module) -> nn.Module:
-    """Replace reference functions and modules by fast ones, in place: attention and dropout.
+    """Replace attention and dropout with `fused_attention` and `FastDropout`, in place.
 
     :return: the same model
     """
