@@ -61,9 +61,9 @@ def sources(name, record):
 # Records whose pages name them in another way: complexity by its program, those of speed by a name put together.
 DISCUSSED = {'complexity': ['05_why_self_attention'], 'train-speed-gpu-base': ['24_kernels'],
              'train-speed-gpu-big': ['24_kernels'], 'train-speed-cpu': ['24_kernels'],
-             'train-speed-cpu-bfloat16': ['24_kernels'], 'decode-speed': ['63_engines'],
-             'decode-speed-tiny': ['63_engines'], 'decode-speed-small': ['63_engines'],
-             'decode-speed-base': ['63_engines']}
+             'train-speed-cpu-bfloat16': ['24_kernels'], 'train-speed-0.1.0': ['24_kernels'],
+             'decode-speed': ['63_engines'], 'decode-speed-tiny': ['63_engines'],
+             'decode-speed-small': ['63_engines'], 'decode-speed-base': ['63_engines']}
 
 
 def pages_of(names):
