@@ -1,25 +1,23 @@
 #!/usr/bin/env python3
 """Train small models together on one GPU, in parts of at most nine minutes, and score them.
 
-    python benchmarks/gpu.py languages --data-dir DIR    # DIR holds the folders multi30k and multi30k-tok
-    python benchmarks/gpu.py languages --data-dir DIR    # again: continue with what has no record yet
+    python benchmarks/gpu.py full --data-dir DIR    # DIR holds the folders multi30k and multi30k-tok
+    python benchmarks/gpu.py full --data-dir DIR    # again: continue with what has no record yet
 
 One small model leaves a GPU idle, so all runs of a part start together, each in a process of its own; every setting has
 three seeds. A run that ends is scored, and gets its record in results/. After --minutes, the other runs save a
-checkpoint in --runs and stop: the same command resumes them.
+checkpoint in --runs and stop: the same command resumes them. With --max-minutes, a run that has trained for so long ends
+as it is.
 
-    languages      raw DE-EN and EN-FR, with the settings of EN-DE in the part wide
-    r-drop         tokenized text to the end: dropout 0.2 with R-Drop, and without it (the control)
-    wide           raw EN-DE to the end: the wide model with R-Drop, and the recipe in batches of 4,096 tokens
-    baseline       tokenized text to the end: dropout 0.3 without R-Drop, and with it
+    full           to the end: tokenized text with dropout 0.2, with R-Drop and without it (the control); raw EN-DE with the
+                   wide model and R-Drop; raw DE-EN and EN-FR
+    baseline       to the end: tokenized text with dropout 0.3, without R-Drop and with it; raw EN-DE with the recipe
     six-minutes    the records of 2026-11-26, which page 46 discusses: stopped after six minutes of training
     speed          tokens per second of base and big beside nn.Transformer (train_speed.py)
     rates          steps per second of 1, 8 and 15 runs together; writes no record
 
-What fits in 15 minutes? On an H200, the twelve runs of six-minutes made 130 steps per second together, 10 to 12 each.
-45 epochs are 5,200 to 5,600 steps. So six runs need at least 4.5 minutes (if they make as many steps together), and at
-most nine (if each of them is as slow as among twelve): one part fits, and a second one probably does. Nobody has measured
-six. Start with languages, then r-drop: page 46 misses them most.
+What fits? On an H200, the twelve runs of six-minutes made 130 steps per second together, 10 to 12 each. The fifteen runs
+of full take about 100,000 steps.
 
 Settings are chosen on `val` alone. Matrix products use TF32. With CUDA's multi-process service (nvidia-cuda-mps-control),
 the kernels of several processes run at the same time; without it, the processes take turns.
@@ -50,13 +48,17 @@ TOKENIZED = ('--recipe multi30k-en-de --corpus files --pair en-de '
              '--test-src {data}/multi30k-tok/test_2016_flickr.lc.norm.tok.en.gz '
              '--test-tgt {data}/multi30k-tok/test_2016_flickr.lc.norm.tok.de.gz')
 RAW = '--recipe multi30k-en-de --data-dir {data}/multi30k'
-BATCHES = '--max-tokens 4096 --max-epochs 45 --save-every 300 --average-checkpoints 5 --val-sentences 200'
+BATCHES = '--max-tokens 4096 --save-every 300 --average-checkpoints 5 --val-sentences 200'
+EPOCHS_45 = '--max-epochs 45'
+EPOCHS_55 = '--max-epochs 55' # as many as in the recipe
+STEPS_8000 = '--max-steps 8000 --max-epochs 70' # as many steps as the published model took
 RATE = '--peak-lr 5e-3' # of the published size: a Transformer of width 128
 R_DROP = '--r-drop 5 --compile-loss'
 LESS_DROPOUT = '--dropout 0.2'
 WIDE = '--d-model 256 --d-ff 512 --peak-lr 2.5e-3' # 7.8 million parameters
-SIX_MINUTES = '--max-minutes 6'
-PENALTIES = '0.6', '1.0', '1.4', '1.8'
+AVERAGED = '--ema-decay 0.998' # a moving average over about 500 steps
+SIX_MINUTES = '--max-epochs 45 --max-minutes 6'
+PENALTIES = '0.6', '0.8', '1.0', '1.2', '1.4'
 SPEED = {size: ['--sizes', size, '--device', 'cuda', '--precision', 'bfloat16', '--rounds', '5', '--steps', '4', '--threads',
                 '2', '--systems', 'annotated_transformer', 'nn.Transformer, real logits',
                 '--name', f'train-speed-gpu-{size}'] for size in ('base', 'big')}
@@ -76,18 +78,16 @@ def tokenized(name: str, *options: str) -> list[Run]:
     return seeds_of(name, ('test',), TOKENIZED, BATCHES, RATE, *options)
 
 PARTS = {
-    'languages': [
-        *seeds_of('gpu-de-en', (FLICKR, COCO), RAW.replace('en-de', 'de-en'), BATCHES, RATE),
-        *seeds_of('gpu-en-fr', (FLICKR,), RAW.replace('en-de', 'en-fr'), BATCHES, RATE)],
-    'r-drop': [
-        *tokenized('gpu-full-tok-r-drop-less-dropout', R_DROP, LESS_DROPOUT),
-        *tokenized('gpu-full-tok-less-dropout', LESS_DROPOUT)],
-    'wide': [
-        *seeds_of('gpu-full-en-de-wide', (FLICKR, COCO), RAW, BATCHES, R_DROP, WIDE),
-        *seeds_of('gpu-en-de', (FLICKR, COCO), RAW, BATCHES, RATE)],
+    'full': [
+        *tokenized('gpu-full-tok-r-drop', R_DROP, LESS_DROPOUT, AVERAGED, STEPS_8000),
+        *tokenized('gpu-full-tok-control', LESS_DROPOUT, AVERAGED, STEPS_8000),
+        *seeds_of('gpu-full-en-de-wide', (FLICKR, COCO), RAW, BATCHES, R_DROP, WIDE, AVERAGED, EPOCHS_55),
+        *seeds_of('gpu-de-en', (FLICKR, COCO), RAW.replace('en-de', 'de-en'), BATCHES, RATE, EPOCHS_45),
+        *seeds_of('gpu-en-fr', (FLICKR,), RAW.replace('en-de', 'en-fr'), BATCHES, RATE, EPOCHS_45)],
     'baseline': [
-        *tokenized('gpu-full-tok-recipe'),
-        *tokenized('gpu-full-tok-r-drop', R_DROP)],
+        *tokenized('gpu-full-tok-more-dropout', AVERAGED, STEPS_8000),
+        *tokenized('gpu-full-tok-r-drop-more-dropout', R_DROP, AVERAGED, STEPS_8000),
+        *seeds_of('gpu-en-de', (FLICKR, COCO), RAW, BATCHES, RATE, EPOCHS_45)],
     'six-minutes': [
         *tokenized('gpu-tok-recipe', SIX_MINUTES),
         *tokenized('gpu-tok-r-drop', R_DROP, SIX_MINUTES),
@@ -114,11 +114,15 @@ def stop_sharing() -> None:
 def train_arguments(run: Run, folder: Path, args: argparse.Namespace) -> list[str]:
     "Return the arguments of `annotated-transformer` that train a model in a folder, or resume it."
     options = [word.replace('{data}', str(args.data_dir)) for word in shlex.split(run.options)]
+    if args.max_minutes:
+        options += ['--max-minutes', str(args.max_minutes)]
     return ['train', *options, '--device', args.device, '--threads', '1', '--out', str(folder)]
 
 def score_arguments(run: Run, args: argparse.Namespace) -> list[str]:
     "Return the arguments of record.py that write a run's record: val, with several length penalties, and the test splits."
     options = run.options.replace('{data}', 'DIR')
+    if args.max_minutes:
+        options += f' --max-minutes {args.max_minutes}'
     trained = f'TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 annotated-transformer train {options}'
     found = [str(args.runs / run.name), run.name, '--command', trained, '--beam-size', '5',
              '--length-penalty', *PENALTIES, '--batch-tokens', str(DECODING_TOKENS),
@@ -240,6 +244,7 @@ def arguments(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--data-dir', type=Path, required=True, help='folder with multi30k and multi30k-tok')
     parser.add_argument('--runs', type=Path, default=Path('runs/gpu'), help='folder of the runs (runs/gpu)')
     parser.add_argument('--minutes', type=part_minutes, default=8.5, help='time for training and scoring, at most 9 (8.5)')
+    parser.add_argument('--max-minutes', type=float, help='end and score every run after this many minutes of training')
     parser.add_argument('--more', default='', help='rates: more options of train, such as "--compile"')
     parser.add_argument('--jobs', type=int, nargs='+', default=[1, 8, 15], help='rates: runs at the same time')
     parser.add_argument('--seconds', type=float, default=10, help='rates: length of a measurement (10)')

@@ -291,7 +291,7 @@ def test_flags_of_every_gpu_run_exist(gpu_arguments, tmp_path, part):
     args = gpu_arguments(part)
     for run in gpu.PARTS[part]:
         _, values = parse_values(gpu.train_arguments(run, tmp_path / run.name, args))
-        assert values['max_epochs'] == 45 and values['seed'] in gpu.SEEDS and values['out'] == tmp_path / run.name
+        assert values['max_epochs'] in (45, 55, 70) and values['seed'] in gpu.SEEDS and values['out'] == tmp_path / run.name
         assert values['max_minutes'] == (6 if part == 'six-minutes' else None)
         scored = record.arguments(gpu.score_arguments(run, args))
         assert scored.name == run.name and scored.split == list(run.splits) and 'DIR/multi30k' in scored.command
@@ -313,12 +313,20 @@ def test_gpu_runs_have_three_seeds_and_names_of_their_own():
 
 def test_three_languages_have_one_setting(gpu_arguments, tmp_path):
     found = []
-    for part, name in (('wide', 'gpu-en-de'), ('languages', 'gpu-de-en'), ('languages', 'gpu-en-fr')):
+    for part, name in (('baseline', 'gpu-en-de'), ('full', 'gpu-de-en'), ('full', 'gpu-en-fr')):
         (run,) = [run for run in gpu.PARTS[part] if run.name == f'{name}-seed2']
         _, values = parse_values(gpu.train_arguments(run, tmp_path, gpu_arguments(part)))
         assert values.pop('recipe') == f"multi30k-{name.removeprefix('gpu-')}"
         found.append({key: value for key, value in values.items() if key not in ('pair', 'langs')})
     assert found[0] == found[1] == found[2]
+
+
+def test_a_limit_in_minutes_is_trained_with_and_recorded(gpu_arguments, tmp_path):
+    args = gpu_arguments('full', '--max-minutes', '9.5')
+    run = gpu.PARTS['full'][0]
+    _, values = parse_values(gpu.train_arguments(run, tmp_path / run.name, args))
+    assert values['max_minutes'] == 9.5
+    assert record.arguments(gpu.score_arguments(run, args)).command.endswith('--max-minutes 9.5')
 
 
 def test_gpu_records_are_those_of_the_part_six_minutes():
