@@ -24,8 +24,7 @@ from record import MAX_ORDER, RESULTS, about, bleu_of
 
 NAME = 'paired'
 SEEDS = 1, 2, 3
-PAIRS = [('gpu-tok-r-drop', 'gpu-tok-recipe'), ('gpu-tok-r-drop-less-dropout', 'gpu-tok-recipe'),
-         ('gpu-tok-r-drop-less-dropout', 'gpu-tok-r-drop')]
+PAIRS = [('gpu-tok-r-drop', 'gpu-tok-control')]
 SAMPLES = 1000
 MAX_CHARACTERS = 6 # of the longest n-grams that chrF counts
 
