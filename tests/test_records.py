@@ -139,7 +139,7 @@ def test_tokenized_records_have_the_chrf_of_their_translations():
     "The same value as that of paired.py, whose counts equal sacreBLEU's."
     by_setting = json.loads((record.RESULTS / 'paired.json').read_text('utf-8'))['settings']
     found = tokenized_records()
-    assert len(found) >= 9
+    assert len(found) >= 6
     for setting, values in by_setting.items():
         for seed, chrf in zip(paired.SEEDS, values['chrf'], strict=True):
             scores = found[f'{setting}-seed{seed}']['scores']['test']
@@ -346,15 +346,15 @@ def test_speed_on_a_gpu_is_measured_with_the_flags_of_its_records(monkeypatch):
 
 
 def test_parts_are_at_most_nine_minutes_long(gpu_arguments, tmp_path, capsys):
-    assert gpu_arguments('wide', '--minutes', '9').minutes == 9
-    assert gpu_arguments('wide').minutes < 9
+    assert gpu_arguments('full', '--minutes', '9').minutes == 9
+    assert gpu_arguments('full').minutes < 9
     for wrong, message in (('9.5', '9.5 minutes: choose from 1 to 9'), ('0.5', '0.5 minutes: choose from 1 to 9')):
         with pytest.raises(SystemExit):
-            gpu_arguments('wide', '--minutes', wrong)
+            gpu_arguments('full', '--minutes', wrong)
         assert message in capsys.readouterr().err
     (tmp_path / 'data/multi30k-tok').rmdir()
     with pytest.raises(SystemExit):
-        gpu_arguments('wide')
+        gpu_arguments('full')
     assert 'has no folder multi30k-tok' in capsys.readouterr().err
 
 
@@ -379,7 +379,7 @@ def test_a_part_continues_with_the_runs_without_a_record(gpu_arguments, tmp_path
     monkeypatch.setattr(gpu, 'train', train)
     monkeypatch.setattr(gpu, 'score', score)
     (tmp_path / 'done.json').write_text('{}')
-    args = gpu_arguments('wide')
+    args = gpu_arguments('full')
     args.minutes = (gpu.STOPPING + 2.5) / 60
     gpu.train_part(runs, args)
     assert started == ['quick', 'broken', 'slow']
