@@ -101,7 +101,7 @@ def dropout_pairs(
     pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, langs: Sequence[str], max_len: int | None = None,
     dropout: float = 0.1, seed: int = 0,
 ) -> Callable[[int], list[tuple[list[int], list[int]]]]:
-    """Return a function that encodes the pairs anew for each epoch, from the seed and the epoch alone.
+    """Return a function that encodes the pairs again for each epoch, from the seed and the epoch alone.
 
     Raises ValueError as `BytePairDropout` does, and for a `max_len` below 2. Warns if it truncates.
 

@@ -18,7 +18,7 @@ def check_comet(folder: Path) -> None:
     :param folder: of a COMET model
     """
     if not find_spec('comet'):
-        raise ImportError('COMET is not installed. In an environment of its own: '
+        raise ImportError('COMET is not installed. In a separate environment: '
                           "pip install 'annotated_transformer[comet]'")
     missing = [name for name in ('hparams.yaml', WEIGHTS) if not (folder / name).is_file()]
     if missing:

@@ -200,7 +200,7 @@ def grouped(options: Mapping[str, Option], groups: GROUPS_TYPE, rest: str) -> di
     for heading, (_, names) in groups.items():
         for name in names:
             if name not in options:
-                raise ValueError(f'the group {heading!r} names {name!r}, which is no option')
+                raise ValueError(f'the group {heading!r} names {name!r}, which is not an option')
             found[heading].append(options[name])
             named.add(name)
     found[rest] = found.get(rest, []) + [option for name, option in options.items() if name not in named]

@@ -156,7 +156,7 @@ def unseen_pairs(
 
 PATH_OPTIONS = ('data_dir', 'src', 'tgt', 'val_src', 'val_tgt', 'test_src', 'test_tgt', 'tsv', 'val_tsv', 'test_tsv',
                 'extra_src', 'extra_tgt', 'prepared')
-TEXT_OPTIONS = {'files': ('src', 'tgt'), 'tsv': ('tsv',)} # the training text of a corpus of your own
+TEXT_OPTIONS = {'files': ('src', 'tgt'), 'tsv': ('tsv',)} # the options that name your own training text
 SEVERAL = ('src', 'tgt', 'tsv', 'extra_src', 'extra_tgt') # may name several files
 
 @dataclass(frozen=True)
@@ -358,7 +358,7 @@ def toy_corpus(config: CorpusConfig, stream: bool = False) -> Corpus:
     return build_corpus(config, {split: partial(read, split) for split in SPLITS}, stream=stream)
 
 def text_corpus(config: CorpusConfig, stream: bool = False) -> Corpus:
-    "A corpus of your own: a table, or two text files; the splits that are not given are held out."
+    "Your own corpus: a table, or two text files; splits that are not given are held out."
     files = config.split_files()
     left_out = Counter() if config.on_error == 'skip' else None # bad lines of the training text
     def read_group(paths, is_train):

@@ -80,7 +80,7 @@ def commands_folder(folder: Path, repo_id: str | None) -> str:
 def usage(folder: str, repo_id: str | None) -> str:
     """Return the commands that use a model.
 
-    :param folder: that the commands name
+    :param folder: folder in the commands
     :param repo_id: the model's name on the Hub
     """
     if repo_id is None:

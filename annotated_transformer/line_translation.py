@@ -187,7 +187,7 @@ def live_lines(descriptor: int) -> Iterator[Any]:
     """
     rest = b''
     while True:
-        data = os.read(descriptor, 1 << 16) # what is there; waits only if there is nothing
+        data = os.read(descriptor, 1 << 16) # the bytes that have arrived; waits if there are none
         if not data:
             break
         *lines, rest = (rest + data).split(b'\n')

@@ -24,7 +24,7 @@ GREEN = '#208a55'   # values and outputs
 PURPLE = '#8e5ed0'  # attention and its weights; positions that a mask allows
 RED = '#de3249'     # losses, gradients, and what is wrong
 GREY = '#757a84'    # text, lines, and what is neutral
-PALE = '#8a91a033'  # masked, pruned, padding: a veil that reads on a white and on a dark background
+PALE = '#8a91a033'  # masked, pruned, padding: a transparent grey, visible on white and on dark backgrounds
 TEAL = '#108794'    # feed-forward networks and tokens; the first head
 PINK = '#cf3f93'    # positions; the second head
 GOLD = '#9a770c'    # embeddings and special tokens; the third head
@@ -43,7 +43,7 @@ def contrast(a, b) -> float:
     return (max(luminances) + 0.05) / (min(luminances) + 0.05)
 
 def ink(fill) -> str:
-    """White or near-black: the one that reads better on `fill`.
+    """White or near-black: the one that is easier to read on `fill`.
 
     :param fill: colour of the background of the text
     """
@@ -85,7 +85,7 @@ def show_palette_pngs() -> None:
         shell.display_formatter.formatters['image/png'].for_type(Figure, palette_png)
 
 def use_style() -> None:
-    "Set matplotlib's defaults for the book: a transparent background, and text that reads on white and on dark."
+    "Set matplotlib's defaults for the book: a transparent background, and text that is legible on white and on dark."
     series = [BLUE, ORANGE, GREEN, PURPLE, RED, TEAL, PINK, GOLD]
     plt.rcParams.update({
         'figure.dpi': 110, 'savefig.dpi': 110, 'figure.facecolor': 'none', 'savefig.facecolor': 'none',

@@ -80,7 +80,7 @@ class Prepare(Command):
     :param out: folder to fill
     :param shard: I/N: write every N-th shard, beginning with the I-th
     :param num_proc: processes that encode (left out: one for each core)
-    :param pair_is_assumed: set by from_values if --pair is left out; no option
+    :param pair_is_assumed: set by from_values if --pair is left out; not an option
     """
     plan: PrepareConfig
     out: Path

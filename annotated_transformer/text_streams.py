@@ -22,7 +22,7 @@ def length_groups(rows: Sequence[Sequence[int]], max_tokens: int) -> list[list[i
     """Group sentences of similar length, the longest first.
 
     :param rows: token ids of each sentence; a row of EOS alone is left out
-    :param max_tokens: padded tokens in a group, at most; a longer sentence gets a group of its own
+    :param max_tokens: padded tokens in a group, at most; a longer sentence forms a group alone
     :return: indices into `rows`, longest sentences first
     """
     order = [i for i, row in enumerate(rows) if len(row) > 1]

@@ -125,7 +125,7 @@ def random_noun_phrase(draft: RandomDraft, noun: Noun, case: str, role: str, neg
     is_plural = bool(plural) and draft.chance('plural')
     det = draft.pick(plural if is_plural else singular)
     if det == 'her' and any(phrase.person == 'she' and phrase.agreement_class == 'n' for phrase in draft.mentioned):
-        det = 'the' # what belongs to the girl is 'sein' in German, what belongs to somebody else 'ihr'
+        det = 'the' # 'her' is ambiguous: 'sein' for the girl, 'ihr' for another woman
     adjective = None
     options = SUITABLE_ADJECTIVES[noun]
     event = 'adjective' if det else 'adjective alone'

@@ -37,7 +37,7 @@ def global_tokens(batch: Batch) -> int:
     return getattr(batch, 'global_tokens', batch.n_tokens)
 
 def n_batches(batches: Sequence[Batch]) -> int:
-    "Return how many batches of the loader these are, with those that other processes train on at the same time."
+    "Return how many of the loader's batches all processes together train on while this one trains on these."
     return sum(getattr(batch, 'n_batches', 1) for batch in batches)
 
 def next_step(batches: Iterator[Batch], n: int) -> list[Batch]:
@@ -45,7 +45,7 @@ def next_step(batches: Iterator[Batch], n: int) -> list[Batch]:
 
     :param batches: of this process
     :param n: batches of one step, over all processes
-    :return: what this process trains on in one step; empty at the end of the epoch
+    :return: this process's batches for one step; empty at the end of the epoch
     """
     found = []
     for batch in batches:
@@ -89,7 +89,7 @@ def train_step(
     return mean_loss
 
 class RunParts:
-    """What a run consists of. Raises ValueError if there is no batch to train or to validate on.
+    """The parts of a run. Raises ValueError if there is no batch to train or to validate on.
 
     :param model: on its device; has `config`, `hidden_states` and `lm_head`
     :param loader: training batches: `epoch(k, start)` and `len`, like `loader.TrainingLoader`

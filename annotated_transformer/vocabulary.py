@@ -210,7 +210,7 @@ def spacy_splitter(lang: str) -> Callable[[str], list[tuple[str, bool]]]:
                          'which splits any language') from error
     def split(text):
         nonlocal tokenizer
-        if len(tokenizer.vocab) > 100_000: # spaCy never forgets a word: start anew
+        if len(tokenizer.vocab) > 100_000: # spaCy keeps every word: free the memory
             tokenizer = spacy.blank(lang).tokenizer
         return [(token.text, bool(token.whitespace_)) for token in tokenizer(text)]
     return split

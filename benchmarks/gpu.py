@@ -4,7 +4,7 @@
     python benchmarks/gpu.py full --data-dir DIR    # DIR holds the folders multi30k and multi30k-tok
     python benchmarks/gpu.py full --data-dir DIR    # again: continue with what has no record yet
 
-One small model leaves a GPU idle, so all runs of a part start together, each in a process of its own; every setting has
+One small model leaves a GPU idle, so all runs of a part start together, each in a separate process; every setting has
 three seeds. A run that ends is scored, and gets its record in results/. After --minutes, the other runs save a
 checkpoint in --runs and stop: the same command resumes them. With --max-minutes, a run that has trained for so long ends
 as it is.

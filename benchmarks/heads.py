@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
-"""What the heads of a trained model are worth, and what is left of it without them:
+"""Measure how much the heads of a trained model matter, and how the model performs without them:
 results/heads.json, which the page on pruning heads shows.
 
     python benchmarks/heads.py --model runs/multi30k --made 'annotated-transformer train …'
         # about a quarter of an hour of one core
     python benchmarks/heads.py --model runs/multi30k --only speed
-        # one part again; it takes its place in the record
+        # measure one part again, and replace it in the record
 
-`importance`: of each head, by gradient and by zero ablation, on training pairs, and by the BLEU that is lost
-without it. BLEU is always of the first sentences of `val`, decoded greedily. `curves`: heads are removed in the
-order of importance, of one kind or of all, and nothing is trained; for comparison the most important first. `gates`:
-learned gates, at several prices of an open head; beside them, as many heads by the gradient's choice, trained for
-as many steps on the same batches. `speed`: seconds of the processor, the whole model and smaller ones in turn;
-the median of each round's ratios, and the range of the middle half of the rounds.
+- `importance`: the importance of each head, by gradient and by zero ablation on training pairs, and by the BLEU that is
+  lost without the head. BLEU is always measured on the first sentences of `val`, decoded greedily.
+- `curves`: heads of one kind or of all kinds are removed without further training, the least important first and, for
+  comparison, the most important first.
+- `gates`: learned gates, for several penalties on an open head (--prices). For comparison, as many heads are chosen by
+  gradient, and the model is trained for as many steps on the same batches.
+- `speed`: processor time. Each round measures the whole model and the smaller ones. The record has the median of the
+  rounds' ratios, and the range of the middle half of the rounds.
 """
 import argparse
 import json

@@ -4,7 +4,7 @@
     python benchmarks/memory.py --data-dir data/multi30k    # 4 minutes for each; the record is results/memory.json
     python benchmarks/memory.py --minutes 0.2 --record /dev/null --corpus toy-ende # try it
 
-Each run is the command `train` in a process of its own, with one thread. `kernels.bound_onednn_caches` leaves the
+Each run is the command `train` in a separate process, with one thread. `kernels.bound_onednn_caches` leaves the
 variables of the environment as they are: a capacity of 1024, the default of oneDNN and PyTorch, takes the bound away.
 Every few seconds, the record gets the number of steps in the log and the resident memory (on Linux, from /proc).
 """

@@ -6,7 +6,7 @@
 
 How it measures:
 
-- `torchrun` starts each measurement in processes of its own. They train with the library's `Trainer` and exchange gradients
+- `torchrun` starts new processes for each measurement. They train with the library's `Trainer` and exchange gradients
   through PyTorch's DistributedDataParallel and gloo. All sentences are equally long, so no process waits for a longer batch.
 - Three launches: `one` process with a batch; `weak`, two processes with such a batch each; `strong`, two processes with half
   of it each. `one` also measures `half` of the batch, and `weak` two processes that train `apart`, without communication.

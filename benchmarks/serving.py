@@ -6,7 +6,7 @@
 writes results/serving.json, which the page about serving shows. DIR holds Multi30k: its sentences go through a model of
 the recipe's size with random weights, whose translations end at the length of their sources. With --model, a trained
 model takes its place, and --texts names a file with sentences for it. Each part is written as soon as it is measured;
---part measures one of them again. Searches go on until no active hypothesis can win (serve --beam-patience inf). With
+--part measures one of them again. Searches continue until no active hypothesis can win (serve --beam-patience inf). With
 --patience 1, the recipe's size is measured a second time, with the default of `serve`: a search stops as soon as --beam-size
 hypotheses have finished.
 
@@ -103,7 +103,7 @@ async def read_answer(reader) -> tuple[int, bytes]:
 
 
 class Client:
-    "Sends good requests over one connection, and each bad one over a connection of its own."
+    "Sends good requests over one connection, and each bad one over a new connection."
     def __init__(self, port):
         self.port = port
         self.connection = None
@@ -112,7 +112,7 @@ class Client:
         """The status and the translation; status 0: the connection was lost.
 
         The server closes a connection that is idle for 5 seconds. If it does so just before it is used again, the
-        request has reached nobody, and is sent once more, as browsers and HTTP libraries do.
+        request was not received, and is sent once more, as browsers and HTTP libraries do.
         """
         was_idle = self.connection is not None
         if not was_idle:

@@ -1,4 +1,4 @@
-"Checkpoints are written in a thread: training goes on, and errors are not lost."
+"Checkpoints are written in a thread: training continues, and errors are not lost."
 import threading
 
 import pytest

@@ -300,7 +300,7 @@ def test_a_state_without_moving_average(tmp_path):
     folder = save_checkpoint(tmp_path, model, optimizer, Progress(1))
     with pytest.raises(ValueError, match='state.pt holds no moving average'):
         load_checkpoint(folder, model, optimizer, ema)
-    assert load_checkpoint(save(tmp_path, 2), model, optimizer).step == 2 # one that nobody asks for is ignored
+    assert load_checkpoint(save(tmp_path, 2), model, optimizer).step == 2 # a stored average that is not requested is ignored
 
 
 def test_another_moving_average_changes_nothing(tmp_path):

@@ -1184,7 +1184,7 @@ def test_attention_is_a_page(run, fails, tmp_path):
     assert 'exists' in fails('attention', 'The cat sleeps.', '--output', path)
 
 
-# second trial, points 3, 4 and 6: arguments that are no sentences, and tables
+# second trial, points 3, 4 and 6: arguments that are not sentences, and tables
 @pytest.mark.parametrize('args, message', [
     (['translate', 'the', 'dog', 'sees', 'a', 'cat'], 'sentences of one word each. Put one sentence in quotes: '
      'annotated-transformer translate "the dog sees a cat"'),

@@ -1,4 +1,4 @@
-"Corpora: bad files, cleaning, held-out sets that do not leak, downloads, and real text where it is at hand."
+"Corpora: bad files, cleaning, held-out sets that do not leak, downloads, and real text if it is available."
 import gzip
 import hashlib
 import json
@@ -187,7 +187,7 @@ def test_bad_lines_of_a_test_set_are_never_left_out(tmp_path):
 def test_anki_exports(tmp_path):
     def read(text): return read_tsv(write(tmp_path/'x.txt', text))
     hashtag = '#separator:tab\n#tags column:3\n#metoo: I do\t#metoo: ich auch\nyes\tja\n'
-    assert read(hashtag) == [('#metoo: I do', '#metoo: ich auch'), ('yes', 'ja')] # a hashtag is no setting
+    assert read(hashtag) == [('#metoo: I do', '#metoo: ich auch'), ('yes', 'ja')] # a hashtag is not a setting
     settings = ''.join(f'#{name} column:{i}\n' for i, name in ((1, 'guid'), (2, 'notetype'), (3, 'deck'), (6, 'tags')))
     rows = 'Abc12$\tBasic\tGerman\tGo!\tGeh!\teasy\nDe\tBasic\tGerman\t"a ""b"""\t"c\td"\t\n'
     assert read(settings + rows) == [('Go!', 'Geh!'), ('a "b"', 'c\td')]
@@ -438,7 +438,7 @@ def test_training_pairs_share_no_source_with_a_given_split(stream, tmp_path):
     table, given = write_tsv(tmp_path/'a.tsv', pairs), write_tsv(tmp_path/'b.tsv', secret)
     corpus = load_corpus('tsv', tsv=table, val_tsv=given, test_tsv=given, stream=stream)
     with pytest.warns(UserWarning, match=r'2 of 300 pairs in .*a\.tsv share'):
-        assert list(corpus['train']) == pairs[:7] + pairs[9:]     # a shared target alone is no leak between own files
+        assert list(corpus['train']) == pairs[:7] + pairs[9:]     # between own files, only a shared source is a leak
     assert corpus.dropped['held out'] == 2 and corpus['val'] == corpus['test'] == secret
     alone = load_corpus('tsv', tsv=given, test_tsv=given, stream=stream)
     with pytest.warns(UserWarning), pytest.raises(ValueError, match=r'no training pairs are left \(3 held out\)'):
@@ -730,7 +730,7 @@ def test_a_first_row_that_is_no_header_is_not_left_out_silently(tmp_path):
 
 @needs_pooch
 def test_no_network(net, monkeypatch):
-    monkeypatch.setattr(downloads, 'MULTI30K_MIRRORS', ('http://127.0.0.1:9',)) # the discard port: nobody listens
+    monkeypatch.setattr(downloads, 'MULTI30K_MIRRORS', ('http://127.0.0.1:9',)) # the discard port: no server listens
     with pytest.raises(OSError, match='could not download val.en.gz: 127.0.0.1:9 does not answer. Check the network .*--data-dir'):
         load_corpus('multi30k')['val']
 

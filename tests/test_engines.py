@@ -225,7 +225,7 @@ def test_one_line_says_that_pytorch_computes(shipped, cache, call, reason):
     with pytest.warns(UserWarning, match=f'PyTorch computes this, not CTranslate2, .*{reason}') as caught:
         call(shipped[1])
     assert len(caught) == 1
-    with warnings.catch_warnings(): # nobody asked for CTranslate2
+    with warnings.catch_warnings(): # CTranslate2 was not requested
         warnings.simplefilter('error')
         call(Translator.load(SHIPPED, 'cpu', 'auto'))
 

@@ -1,4 +1,4 @@
-"The package as its users get it: a wheel, in a fresh environment that has a torch of its own, outside the checkout."
+"The package as its users get it: a wheel, in a fresh environment with its own torch, outside the checkout."
 import json
 import os
 import re

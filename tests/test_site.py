@@ -189,7 +189,7 @@ def test_results_are_those_of_the_records():
 
 
 def test_the_main_rows_say_what_plus_minus_means():
-    "On the results page and on the landing page: what README says. Two rows use R-Drop, and ± is no standard deviation."
+    "On the results page and on the landing page: what README says. Two rows use R-Drop, and ± is not a standard deviation."
     front = build.front_page()
     assert 'half of a 95% interval: over *seeds*, of the mean; over *sentences*, of one model' in front['caption'].replace('\n', ' ')
     assert '##' not in front['caption'] and len(re.findall(r'^\|', front['results'], re.M)) == 2 + 5
@@ -481,7 +481,7 @@ def test_names_and_terms_lead_on(visit):
 
 @built
 def test_live_views_open(visit, address):
-    "On the front page and on a page that has a view of its own; nothing of it is loaded before."
+    "On the front page and on a page with its own view; none of it is loaded before."
     page = visit('index')
     assert not page.locator('iframe').count()
     page.locator('a.start-live').click()

@@ -1,4 +1,4 @@
-"`torchrun` restarts processes that die, and adds and removes machines: the run goes on from its last checkpoint."
+"`torchrun` restarts processes that die, and adds and removes machines: the run resumes from its last checkpoint."
 import contextlib
 import json
 import os

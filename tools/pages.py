@@ -39,7 +39,7 @@ def pages(names=()):
 def read(path):
     "A page as a dictionary, each cell's source as one string."
     try: nb = json.loads(path.read_text(encoding='utf-8'))
-    except ValueError as e: raise SystemExit(f'{path.name} is no notebook: {e}')
+    except ValueError as e: raise SystemExit(f'{path.name} is not a notebook: {e}')
     for cell in nb['cells']: cell['source'] = ''.join(cell['source'])
     return nb
 
