@@ -3,10 +3,10 @@
 """Kernels: replace attention, dropout and the output layer's loss with functions that need less time or memory, and
 check that the results agree."""
 
-__all__ = ['SMALL', 'ONEDNN_CACHES', 'CACHE_CAPACITY', 'fused_attention', 'trains_in_bfloat16_on_cpu', 'mask_kind',
-           'smoothed_loss_and_gradient', 'ChunkedLoss', 'chunked_loss', 'linear_cross_entropy', 'summed_loss',
-           'validate', 'FastDropout', 'accelerate', 'fused_qkv', 'suitable_threads', 'r_drop_loss_and_gradient',
-           'r_drop_loss', 'bound_onednn_caches', 'LossModule']
+__all__ = ['SMALL', 'ONEDNN_CACHES', 'CACHE_CAPACITY', 'fused_attention', 'to_bfloat16', 'to_float32',
+           'trains_in_bfloat16_on_cpu', 'mask_kind', 'smoothed_loss_and_gradient', 'ChunkedLoss', 'chunked_loss',
+           'linear_cross_entropy', 'summed_loss', 'validate', 'FastDropout', 'accelerate', 'fused_qkv',
+           'suitable_threads', 'r_drop_loss_and_gradient', 'r_drop_loss', 'bound_onednn_caches', 'LossModule']
 
 import math
 import os
@@ -32,13 +32,16 @@ def fused_attention(
 ) -> tuple[Float[Tensor, "*batch m d_v"], None]:
     """The output of `attention.attention`, by PyTorch's fused kernels.
 
-    A fully masked query gets zeros. In training in bfloat16 on a CPU, attention is computed in float32.
+    A fully masked query gets zeros. In training in bfloat16 on a CPU, attention is computed in float32; what its
+    backward
+    pass needs is kept in bfloat16.
 
     :param mask: True where a query may attend
     :return: output; None in place of the weights
     """
     if trains_in_bfloat16_on_cpu(query):
-        with torch.autocast('cpu', enabled=False):
+        keep_in_bfloat16 = torch.autograd.graph.saved_tensors_hooks(to_bfloat16, to_float32)
+        with torch.autocast('cpu', enabled=False), keep_in_bfloat16:
             output, _ = fused_attention(query.float(), key.float(), value.float(), mask)
         return output.bfloat16(), None
     kind = mask_kind(mask)
@@ -50,6 +53,15 @@ def fused_attention(
     return output.masked_fill(fully_masked, 0), None
 
 fused_attention.reference = attention # the same output, with the weights: for attention maps
+
+def to_bfloat16(saved: Tensor) -> Tensor:
+    "Round what attention keeps for its backward pass, except the log-sum of each row: half the memory."
+    has_heads = saved.dim() == 4
+    return saved.bfloat16() if has_heads and saved.dtype == torch.float32 else saved
+
+def to_float32(saved: Tensor) -> Tensor:
+    "Convert what `to_bfloat16` has rounded back to float32."
+    return saved.float() if saved.dtype == torch.bfloat16 else saved
 
 def trains_in_bfloat16_on_cpu(query: Tensor) -> bool:
     "Return whether a backward pass through attention would compute in bfloat16 on a CPU, which PyTorch does slowly."

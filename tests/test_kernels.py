@@ -48,14 +48,21 @@ def test_fused_attention(n, masked):
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_attention_trains_in_float32_when_all_else_is_bfloat16_on_a_cpu(monkeypatch, dtype):
     "Under autocast the inputs may be float32 (rotary positions) or bfloat16. Without a gradient, nothing is cast."
-    computed = []
+    computed, kept = [], []
     original = kernels.F.scaled_dot_product_attention
+    to_bfloat16 = kernels.to_bfloat16
 
     def record(query, *args, **kwargs):
         computed.append((query.dtype, torch.is_autocast_enabled('cpu')))
         return original(query, *args, **kwargs)
 
+    def record_kept(saved):
+        found = to_bfloat16(saved)
+        kept.append((found.dim(), found.dtype))
+        return found
+
     monkeypatch.setattr(kernels.F, 'scaled_dot_product_attention', record)
+    monkeypatch.setattr(kernels, 'to_bfloat16', record_kept)
     torch.manual_seed(0)
     inputs = [torch.randn(2, 3, 5, 4).to(dtype).requires_grad_() for _ in range(3)]
     mask = causal_mask(5)
@@ -64,6 +71,8 @@ def test_attention_trains_in_float32_when_all_else_is_bfloat16_on_a_cpu(monkeypa
     gradients = torch.autograd.grad(output.float().square().sum(), inputs)
     assert output.dtype == torch.bfloat16
     assert computed == [(torch.float32, False)]
+    assert kept.count((4, torch.bfloat16)) == 4 and (4, torch.float32) not in kept # queries, keys, values, output
+    assert (3, torch.float32) in kept                                             # the log-sum of each row
     exact = [x.detach().float().requires_grad_() for x in inputs]
     expected = torch.autograd.grad(attention(*exact, mask)[0].square().sum(), exact)
     for found, right in zip(gradients, expected):
