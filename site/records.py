@@ -71,7 +71,8 @@ DISCUSSED = {'complexity': ['05_why_self_attention'], 'train-speed-gpu-base': ['
              'multi30k-en-fr': ['30_recipes', '34_your_own_data', '78_the_record_in_full'],
              'gpu-en-de-wide-seed1': ['10_english_to_german', '34_your_own_data'],
              'gpu-en-de-wide-seed2': ['10_english_to_german'], 'gpu-en-de-wide-seed3': ['10_english_to_german'],
-             **{f'gpu-tok-{setting}-seed{seed}': ['46_the_record'] for setting in ('r-drop', 'control') for seed in (1, 2, 3)}}
+             **{f'gpu-tok-{setting}-seed{seed}': ['46_the_record']
+                for setting in ('r-drop', 'control') for seed in (1, 2, 3)}}
 
 
 def pages_of(names):

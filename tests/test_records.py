@@ -1085,7 +1085,7 @@ def test_sentences_on_pages_10_and_30_have_the_scores_of_the_records():
         assert sentence.format(statistics.mean(gains), margin(gains)) in prose('30_recipes')
 
     small = [load_result(f'multi30k-en-de{end}')['scores']['test_2016_flickr'] for end in ('', '-seed2', '-seed3')]
-    assert f"of this size is {statistics.mean(part[tokenized] for part in small):.1f}," in prose('10_english_to_german')
+    assert f"Our mean of this size is {statistics.mean(part[tokenized] for part in small):.1f}," in prose('10_english_to_german')
     wide, small = scores('gpu-en-de-wide', 'test_2016_flickr', 'bleu'), [part['bleu'] for part in small]
     low, high = (math.hypot(margin(wide, df), margin(small, df)) for df in (4, 3)) # Welch's degrees of freedom: 3.6
     difference = statistics.mean(wide) - statistics.mean(small)
