@@ -1089,7 +1089,7 @@ def test_sentences_on_pages_10_and_30_have_the_scores_of_the_records():
     wide, small = scores('gpu-en-de-wide', 'test_2016_flickr', 'bleu'), [part['bleu'] for part in small]
     low, high = (math.hypot(margin(wide, df), margin(small, df)) for df in (4, 3)) # Welch's degrees of freedom: 3.6
     difference = statistics.mean(wide) - statistics.mean(small)
-    assert low < 1.0 < high and f'is {difference:.1f} ± 1.0 above' in prose('10_english_to_german')
+    assert low < 1.0 < high and f'is {difference:.1f} ± 1.0 higher' in prose('10_english_to_german')
 
 
 # --- processes.py
