@@ -58,12 +58,21 @@ def sources(name, record):
                'date': part['date'], 'weights': part.get('weights_sha256', ''), 'file': record['file_sha256']}
 
 
-# Records whose pages name them in another way: complexity by its program, those of speed by a name put together.
+# Records whose pages name them in another way: complexity by its program, the others by a name put together or listed.
 DISCUSSED = {'complexity': ['05_why_self_attention'], 'train-speed-gpu-base': ['24_kernels'],
              'train-speed-gpu-big': ['24_kernels'], 'train-speed-cpu': ['24_kernels'],
              'train-speed-cpu-bfloat16': ['24_kernels'], 'train-speed-0.1.0': ['24_kernels'],
              'decode-speed': ['63_engines'], 'decode-speed-tiny': ['63_engines'],
-             'decode-speed-small': ['63_engines'], 'decode-speed-base': ['63_engines']}
+             'decode-speed-small': ['63_engines'], 'decode-speed-base': ['63_engines'],
+             'multi30k-en-de': ['10_english_to_german', '30_recipes', '34_your_own_data', '78_the_record_in_full'],
+             'multi30k-en-de-seed2': ['10_english_to_german', '30_recipes', '78_the_record_in_full'],
+             'multi30k-en-de-seed3': ['10_english_to_german', '30_recipes', '78_the_record_in_full'],
+             'multi30k-de-en': ['30_recipes', '78_the_record_in_full'],
+             'multi30k-en-fr': ['30_recipes', '34_your_own_data', '78_the_record_in_full'],
+             'gpu-en-de-wide-seed1': ['10_english_to_german', '34_your_own_data'],
+             'gpu-en-de-wide-seed2': ['10_english_to_german'], 'gpu-en-de-wide-seed3': ['10_english_to_german'],
+             **{f'gpu-tok-{setting}-seed{seed}': ['46_the_record']
+                for setting in ('r-drop', 'control') for seed in (1, 2, 3)}}
 
 
 def pages_of(names):

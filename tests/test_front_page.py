@@ -7,6 +7,8 @@ import statistics
 from configparser import ConfigParser
 from pathlib import Path
 
+from annotated_transformer.experiments import t_interval
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
 
@@ -66,10 +68,15 @@ def test_your_own_data_is_on_the_front_page():
 
 
 def test_results_are_those_of_the_records():
-    for task, names in {'Multi30k EN-DE': ['multi30k-en-de', 'multi30k-en-de-seed2', 'multi30k-en-de-seed3'],
-                        'Multi30k EN-DE, wider, R-Drop': [f'gpu-en-de-wide-seed{i}' for i in (1, 2, 3)]}.items():
+    rows_of_seeds = {'Multi30k EN-DE': ['multi30k-en-de', 'multi30k-en-de-seed2', 'multi30k-en-de-seed3']}
+    for task, name in {'EN-DE, wider, R-Drop': 'gpu-en-de-wide', 'DE-EN': 'gpu-de-en', 'EN-FR': 'gpu-en-fr'}.items():
+        rows_of_seeds[f'Multi30k {task}'] = [f'{name}-seed{seed}' for seed in (1, 2, 3)]
+    for task, names in rows_of_seeds.items():
         found = [record(name) for name in names]
-        assert {cells[1].strip('`') for cells in rows(task)} == {'test_2016_flickr', 'test_2017_mscoco'} # both, always
+        assert [each['seed'] for each in found] == [1, 2, 3]
+        assert {cells[1].strip('`') for cells in rows(task)} == found[0]['scores'].keys() - {'val'} # all, always
+        on_gpu = 'NVIDIA H200' in found[0]['versions']['device']
+        minutes = statistics.mean(each['metrics']['training_minutes'] for each in found)
         for cells in rows(task):
             scores = [each['scores'][cells[1].strip('`')] for each in found]
             bleus = [score['bleu'] for score in scores]
@@ -79,16 +86,24 @@ def test_results_are_those_of_the_records():
                                   f'± {over_sentences:.1f}']
             assert cells[5] == f"{statistics.mean(score['chrf'] for score in scores):.1f}"
             assert cells[6] == f"{found[0]['metrics']['parameters']:,}"
-    assert 'NVIDIA' in found[0]['versions']['device']
-    assert all(cells[7].endswith('shared H200') for cells in rows('Multi30k EN-DE, wider, R-Drop'))
-    singles = {'Multi30k DE-EN': 'multi30k-de-en', 'Multi30k EN-FR': 'multi30k-en-fr',
-               'toy EN-DE (`make demo`)': 'toy-en-de-demo'}
-    for task, name in singles.items():
-        (cells,) = rows(task)
-        assert cells[2] == f"{record(name)['scores'][cells[1].strip('`')]['bleu']:.2f}"
-        assert cells[3] == '–'
-        assert cells[5] == f"{record(name)['scores'][cells[1].strip('`')]['chrf']:.1f}"
-        assert cells[8] == f'[{name}](benchmarks/results/{name}.json)'
+            assert cells[7] == f"{minutes:.0f}, {'H200' if on_gpu else 'CPU'}"
+            assert re.findall(r'/(\S+)\.json', cells[8]) == [f'results/{name}' for name in names]
+    (cells,) = rows('toy EN-DE (`make demo`)')
+    name = 'toy-en-de-demo'
+    assert cells[2] == f"{record(name)['scores']['test']['bleu']:.2f}"
+    assert cells[3] == '–'
+    assert cells[5] == f"{record(name)['scores']['test']['chrf']:.1f}"
+    assert cells[8] == f'[{name}](benchmarks/results/{name}.json)'
+
+
+def test_sentence_on_tokenized_text_has_the_scores_of_the_records():
+    found = [record(f'gpu-tok-r-drop-seed{seed}') for seed in (1, 2, 3)]
+    bleus = [each['scores']['test']['lowercased_tokenized_bleu'] for each in found]
+    low, high = t_interval(bleus)
+    text = ' '.join(README.split())
+    assert f'reaches {statistics.mean(bleus):.2f} ± {(high - low) / 2:.1f} (3 seeds)' in text
+    assert {each['metrics']['parameters'] for each in found} == {record('multi30k-en-de')['metrics']['parameters']}
+    assert {each['note'].split()[0] for each in found} == {'15'} and 'Fifteen models shared the H200' in text
 
 
 def test_results_have_five_rows():

@@ -1063,6 +1063,35 @@ def test_captions_on_page_10_have_the_scores_of_the_records():
     assert parts[0]['chrf_signature'] in shown_text('10_english_to_german')
 
 
+def test_sentences_on_pages_10_and_30_have_the_scores_of_the_records():
+    def prose(page):
+        cells = json.loads((record.RESULTS.parents[1] / f'nbs/{page}.ipynb').read_text('utf-8'))['cells']
+        return ' '.join(' '.join(''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown').split())
+
+    def scores(name, split, metric):
+        return [load_result(f'{name}-seed{seed}')['scores'][split][metric] for seed in (1, 2, 3)]
+
+    def margin(values, degrees=2):
+        return t_quantile(degrees) * statistics.stdev(values) / 3 ** 0.5
+
+    tokenized = 'lowercased_tokenized_bleu'
+    r_drop, control = (scores(f'gpu-tok-{name}', 'test', tokenized) for name in ('r-drop', 'control'))
+    assert f'[a mean of {statistics.mean(r_drop):.1f}]' in prose('10_english_to_german')
+    assert (f'reaches {statistics.mean(control):.1f} without R-Drop and {statistics.mean(r_drop):.1f} with it'
+            in prose('30_recipes'))
+    for split, sentence in (('val', '{:.1f} ± {:.1f} BLEU on `val`'), ('test', '{:.1f} ± {:.1f} on the test set')):
+        pairs = zip(*(scores(f'gpu-tok-{name}', split, tokenized) for name in ('r-drop', 'control')))
+        gains = [a - b for a, b in pairs]
+        assert sentence.format(statistics.mean(gains), margin(gains)) in prose('30_recipes')
+
+    small = [load_result(f'multi30k-en-de{end}')['scores']['test_2016_flickr'] for end in ('', '-seed2', '-seed3')]
+    assert f"Our mean of this size is {statistics.mean(part[tokenized] for part in small):.1f}," in prose('10_english_to_german')
+    wide, small = scores('gpu-en-de-wide', 'test_2016_flickr', 'bleu'), [part['bleu'] for part in small]
+    low, high = (math.hypot(margin(wide, df), margin(small, df)) for df in (4, 3)) # Welch's degrees of freedom: 3.6
+    difference = statistics.mean(wide) - statistics.mean(small)
+    assert low < 1.0 < high and f'is {difference:.1f} ± 1.0 higher' in prose('10_english_to_german')
+
+
 # --- processes.py
 
 def check_counts(found):

@@ -179,8 +179,8 @@ def test_results_are_those_of_the_records():
             assert source['machine'] and source['date'] and len(source['weights'] or source['file']) == 64
     scores = records.load()['multi30k-en-fr']['scores']['test_2016_flickr']
     assert f"{scores['bleu']:.2f} ± {scores['bleu_half_width']:.2f}" in page
-    scores = records.load()['gpu-tok-recipe-seed1']['scores']['test']
-    (row,) = [row for row in page.split('<tr>') if '>gpu-tok-recipe-seed1</a>' in row and '<small>lower case' in row]
+    scores = records.load()['gpu-tok-r-drop-seed1']['scores']['test']
+    (row,) = [row for row in page.split('<tr>') if '>gpu-tok-r-drop-seed1</a>' in row and '<small>lower case' in row]
     assert f"{scores['lowercased_tokenized_bleu']:.2f} ± " in row and f"<td>{scores['lowercased_tokenized_chrf']:.2f}</td>" in row
     speed = records.load()['train-speed-0.1.0']['metrics']['tiny']
     tokens, rounds = speed['tokens_per_second']['annotated_transformer'], speed['rounds']['annotated_transformer']
@@ -189,7 +189,7 @@ def test_results_are_those_of_the_records():
 
 
 def test_the_main_rows_say_what_plus_minus_means():
-    "On the results page and on the landing page: what README says. Two rows use R-Drop, and ± is not a standard deviation."
+    "On the results page and on the landing page: what README says. One row uses R-Drop, and ± is not a standard deviation."
     front = build.front_page()
     assert 'half of a 95% interval: over *seeds*, of the mean; over *sentences*, of one model' in front['caption'].replace('\n', ' ')
     assert '##' not in front['caption'] and len(re.findall(r'^\|', front['results'], re.M)) == 2 + 5
