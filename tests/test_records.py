@@ -140,7 +140,7 @@ def test_tokenized_records_have_the_chrf_of_their_translations():
     "The same value as that of paired.py, whose counts equal sacreBLEU's."
     by_setting = json.loads((record.RESULTS / 'paired.json').read_text('utf-8'))['settings']
     found = tokenized_records()
-    assert len(found) >= 9
+    assert len(found) >= 6
     for setting, values in by_setting.items():
         for seed, chrf in zip(paired.SEEDS, values['chrf'], strict=True):
             scores = found[f'{setting}-seed{seed}']['scores']['test']
