@@ -16,11 +16,11 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.metrics import CHRF
 
 from annotated_transformer.experiments import bootstrap_interval
 from annotated_transformer.files import atomic_write
-from record import MAX_ORDER, RESULTS, about, bleu_of
+from record import MAX_ORDER, RESULTS, about, bleu_counts, bleu_of
 
 NAME = 'paired'
 SEEDS = 1, 2, 3
@@ -34,13 +34,7 @@ def translations_of(name: str) -> list[list[str]]:
 
 def counts_of(name: str, references: list[str]) -> np.ndarray: # (seeds, sentences, counts)
     "Return what BLEU sums, for each sentence and seed."
-    metric = BLEU(lowercase=True, tokenize='none', force=True, effective_order=True)
-    found = []
-    for translations in translations_of(name):
-        scores = [metric.sentence_score(translation, [reference])
-                  for translation, reference in zip(translations, references, strict=True)]
-        found.append([[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores])
-    return np.array(found)
+    return np.array([bleu_counts(translations, references, tokenized=True) for translations in translations_of(name)])
 
 def write_counts(name: str, counts: np.ndarray):
     "Write what BLEU counts in each sentence: a file for each seed. The number of n-grams follows from the length."
@@ -80,10 +74,14 @@ def mean_chrf(counts: np.ndarray) -> float:
     return float(np.mean([chrf_parts(rows)[0] for rows in counts]))
 
 def compare(ours: np.ndarray, theirs: np.ndarray, mean_score=mean_bleu) -> dict:
-    "Return the difference of the mean scores, its 95% interval over sentences, and the p-value of random swaps."
+    """Return the difference of the mean scores, its 95% interval over sentences, and the p-value of random swaps.
+
+    Both have the shape (seeds, sentences, counts), with equally many seeds.
+    """
+    n_seeds = len(ours)
     def difference(rows):
         rows = rows.transpose(1, 0, 2)
-        return mean_score(rows[:len(SEEDS)]) - mean_score(rows[len(SEEDS):])
+        return mean_score(rows[:n_seeds]) - mean_score(rows[n_seeds:])
 
     both = np.concatenate([ours, theirs]).transpose(1, 0, 2) # (sentences, systems, counts)
     found = difference(both)
@@ -92,7 +90,7 @@ def compare(ours: np.ndarray, theirs: np.ndarray, mean_score=mean_bleu) -> dict:
     n_as_large = 0
     for _ in range(SAMPLES):
         swapped = rng.integers(2, size=len(both)).astype(bool)
-        mixed = np.where(swapped[:, None, None], np.roll(both, len(SEEDS), axis=1), both)
+        mixed = np.where(swapped[:, None, None], np.roll(both, n_seeds, axis=1), both)
         n_as_large += abs(difference(mixed)) >= abs(found)
     return {'difference': found, 'low': low, 'high': high, 'p_value': (n_as_large + 1) / (SAMPLES + 1)}
 

@@ -29,7 +29,7 @@ from annotated_transformer.experiments import bootstrap_interval
 from annotated_transformer.files import atomic_write, checksum
 from annotated_transformer.large_corpora import available_cores
 from annotated_transformer.recipe import evaluate, versions
-from annotated_transformer.score_report import report, tokenized_bleu
+from annotated_transformer.score_report import LOWERCASED_TOKENIZED_OPTIONS, report, tokenized_bleu
 from annotated_transformer.scoring import bleu_interval, compare
 from annotated_transformer.transformer import count_parameters
 from annotated_transformer.translator import Translator
@@ -79,9 +79,13 @@ def report_tokenized(translations: list[str], references: list[str]) -> dict:
             'sentences': len(references), 'lowercased_tokenized_half_width': interval.half_width,
             'lowercased_tokenized_interval_signature': interval.signature}
 
-def bleu_counts(translations: list[str], references: list[str]) -> np.ndarray:
+def sentence_bleu(tokenized: bool = False) -> BLEU:
+    "Return the BLEU of single sentences, which counts only n-grams that the sentence is long enough for."
+    return BLEU(effective_order=True, **(LOWERCASED_TOKENIZED_OPTIONS if tokenized else {}))
+
+def bleu_counts(translations: list[str], references: list[str], tokenized: bool = False) -> np.ndarray:
     "Return a row for each sentence with what BLEU sums: matching n-grams, all n-grams, both lengths."
-    metric = BLEU(effective_order=True) # changes a sentence's score, not its counts
+    metric = sentence_bleu(tokenized) # differs from BLEU in a sentence's score, not in its counts
     scores = [metric.sentence_score(translation, [reference])
               for translation, reference in zip(translations, references, strict=True)]
     return np.array([[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores])

@@ -149,8 +149,8 @@ def own_experiment(record):
 def mbr(record):
     searches = {'beam search': 'beam search', 'chrF': 'minimum Bayes risk with chrF',
                 'BLEU': 'minimum Bayes risk with BLEU'}
-    return [f"{words}: BLEU {record['test'][name]['bleu']:.2f}, chrF {record['test'][name]['chrf']:.2f}"
-            for name, words in searches.items()]
+    return [f"{words}: BLEU {record['test'][name]['bleu']:.2f}, chrF {record['test'][name]['chrf']:.2f} "
+            '(lower case, tokenized)' for name, words in searches.items()]
 
 
 def paired(record):

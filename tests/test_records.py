@@ -131,6 +131,7 @@ def test_records_say_how_many_pairs_were_dropped():
 def tokenized_records():
     "The records of text that is lower-cased and tokenized, whose translations were kept."
     found = {path.name.removesuffix('.test.txt'): path for path in record.RESULTS.glob('*.test.txt')}
+    del found['mbr-chrf'], found['mbr-bleu'] # see mbr.json
     records = {name: json.loads((record.RESULTS / f'{name}.json').read_text('utf-8')) for name in found}
     return {name: each for name, each in records.items() if 'bleu' not in each['scores']['test']}
 
@@ -605,10 +606,77 @@ def test_recall_is_by_frequency_in_the_training_text():
 
 def test_candidate_with_the_highest_mean_utility_is_chosen():
     candidates = ['ein Hund läuft', 'ein Hund rennt', 'ein Hund rennt', 'eine Katze']
-    utility = mbr.similarities(candidates, mbr.UTILITIES['chrF'])
+    utility = mbr.similarities(candidates, mbr.utilities(tokenized=False)['chrF'])
     assert set(utility) == {(a, b) for a in candidates for b in candidates}
     assert mbr.best(candidates, utility) == 'ein Hund rennt'
     assert mbr.best(candidates[:2], utility) == 'ein Hund läuft' # the first of two equals
+
+
+def write_tokenized_multi30k(folder, references):
+    (folder / 'multi30k-tok').mkdir()
+    for name in ('val', 'test_2016_flickr'):
+        for lang in ('en', 'de'):
+            with gzip.open(folder / 'multi30k-tok' / f'{name}.lc.norm.tok.{lang}.gz', 'wt', encoding='utf-8') as file:
+                file.writelines(f'{text} {name}\n' if lang == 'en' else text + '\n' for text in references)
+
+
+def test_minimum_risk_on_tokenized_text(tmp_path, monkeypatch, corpus):
+    """Scores and paired tests take the tokens as they are: `z.b.` is one, which sacreBLEU's own rules split.
+
+    A translator that draws the reference most of the time takes the place of the model.
+    """
+    references = [f'ein hund läuft z.b. im garten nummer {i} .' for i in range(40)]
+    write_tokenized_multi30k(tmp_path, references)
+    bad = [text.replace('z.b.', 'u.a.') for text in references]
+    (tmp_path / 'm.test.txt').write_text(''.join(text + '\n' for text in bad), 'utf-8')
+    (tmp_path / 'model.safetensors').write_bytes(b'weights')
+    weights = checksum(tmp_path / 'model.safetensors')['sha256']
+    (tmp_path / 'm.json').write_text(json.dumps({'weights_sha256': weights, 'search': {'beam_size': 5}}), 'utf-8')
+
+    def translate(sources, **search):
+        return [source.rsplit(' ', 1)[0] for source in sources]
+
+    def sample(sources, **settings):
+        return ['ein kind' if i % 4 == 0 else text for i, text in enumerate(translate(sources))]
+    loaded = SimpleNamespace(translate=translate, sample=sample)
+    monkeypatch.setattr(mbr.Translator, 'load', lambda folder, engine: loaded)
+    monkeypatch.setitem(sys.modules, 'ctranslate2', SimpleNamespace(set_random_seed=lambda seed: None))
+    monkeypatch.setattr(mbr, 'RESULTS', tmp_path)
+    options = ['--model', tmp_path, '--record', 'm', '--data-dir', tmp_path, '--out', tmp_path]
+    monkeypatch.setattr(sys, 'argv', ['mbr.py', *map(str, options), '--tokenized', '--split', 'test'])
+    mbr.main()
+
+    found = json.loads((tmp_path / 'mbr.json').read_text('utf-8'))
+    assert 'tok:none' in found['bleu_signature'] and found['sentences'] == 40
+    assert str(tmp_path) not in json.dumps(found)
+    of_beam = record.report_tokenized(bad, references)
+    assert found['test']['beam search']['bleu'] == round(of_beam['lowercased_tokenized_bleu'], 2)
+    assert found['test']['beam search']['bleu'] != round(score(bad, references).bleu, 2)
+    assert found['test']['beam search']['chrf'] == round(of_beam['lowercased_tokenized_chrf'], 2)
+    for utility in ('chrF', 'BLEU'):
+        kept = (tmp_path / f'mbr-{utility.lower()}.test.txt').read_text('utf-8').splitlines()
+        assert kept == references and found['test'][utility]['bleu'] == 100
+        test = found['test'][utility]['paired_test']
+        assert test['difference'] == pytest.approx(100 - of_beam['lowercased_tokenized_bleu'])
+        assert test['chrf']['difference'] == pytest.approx(100 - of_beam['lowercased_tokenized_chrf'])
+        assert test['p_value'] < 0.01
+
+
+def test_record_on_minimum_risk_has_the_scores_of_its_translations():
+    found = json.loads((record.RESULTS / 'mbr.json').read_text('utf-8'))
+    model = json.loads((record.RESULTS / f"{found['model']}.json").read_text('utf-8'))
+    assert found['weights_sha256'] == model['weights_sha256'] and found['search'] == model['search']
+    assert found['bleu_signature'] == model['scores']['test']['lowercased_tokenized_signature']
+    beam = found['test']['beam search']
+    assert beam['bleu'] == model['metrics']['test_lowercased_tokenized_bleu']
+    assert beam['chrf'] == model['metrics']['test_lowercased_tokenized_chrf']
+    for utility in ('chrF', 'BLEU'):
+        translations = (record.RESULTS / f'mbr-{utility.lower()}.test.txt').read_text('utf-8').splitlines()
+        assert len(translations) == found['sentences'] == model['scores']['test']['sentences']
+        scores = found['test'][utility]
+        tested = scores['paired_test']
+        assert tested['difference'] == pytest.approx(scores['bleu'] - beam['bleu'], abs=0.011)
+        assert tested['chrf']['difference'] == pytest.approx(scores['chrf'] - beam['chrf'], abs=0.011)
 
 
 def test_paired_comparison_of_settings():
