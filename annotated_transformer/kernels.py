@@ -33,8 +33,7 @@ def fused_attention(
     """The output of `attention.attention`, by PyTorch's fused kernels.
 
     A fully masked query gets zeros. In training in bfloat16 on a CPU, attention is computed in float32; what its
-    backward
-    pass needs is kept in bfloat16.
+    backward pass needs is kept in bfloat16.
 
     :param mask: True where a query may attend
     :return: output; None in place of the weights
