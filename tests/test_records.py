@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -346,15 +347,15 @@ def test_speed_on_a_gpu_is_measured_with_the_flags_of_its_records(monkeypatch):
 
 
 def test_parts_are_at_most_nine_minutes_long(gpu_arguments, tmp_path, capsys):
-    assert gpu_arguments('wide', '--minutes', '9').minutes == 9
-    assert gpu_arguments('wide').minutes < 9
+    assert gpu_arguments('full', '--minutes', '9').minutes == 9
+    assert gpu_arguments('full').minutes < 9
     for wrong, message in (('9.5', '9.5 minutes: choose from 1 to 9'), ('0.5', '0.5 minutes: choose from 1 to 9')):
         with pytest.raises(SystemExit):
-            gpu_arguments('wide', '--minutes', wrong)
+            gpu_arguments('full', '--minutes', wrong)
         assert message in capsys.readouterr().err
     (tmp_path / 'data/multi30k-tok').rmdir()
     with pytest.raises(SystemExit):
-        gpu_arguments('wide')
+        gpu_arguments('full')
     assert 'has no folder multi30k-tok' in capsys.readouterr().err
 
 
@@ -379,19 +380,101 @@ def test_a_part_continues_with_the_runs_without_a_record(gpu_arguments, tmp_path
     monkeypatch.setattr(gpu, 'train', train)
     monkeypatch.setattr(gpu, 'score', score)
     (tmp_path / 'done.json').write_text('{}')
-    args = gpu_arguments('wide')
+    args = gpu_arguments('full')
     args.minutes = (gpu.STOPPING + 2.5) / 60
     gpu.train_part(runs, args)
     assert started == ['quick', 'broken', 'slow']
     assert (tmp_path / 'saved').exists() # before it was killed
     output = capsys.readouterr().out
     assert 'quick scored: test_bleu 40.00' in output and 'broken failed: no such file' in output
-    assert '2 of 4 runs have a record\nrun the same command again to continue with broken slow\n' in output
+    assert '2 of 4 runs are done\nrun the same command again to continue with broken slow\n' in output
     started.clear()
     monkeypatch.setitem(programs, 'broken', 'pass')
     monkeypatch.setitem(programs, 'slow', 'pass')
     gpu.train_part(runs, args)
-    assert started == ['broken', 'slow'] and '4 of 4 runs have a record\n' == capsys.readouterr().out.split('40.00\n')[-1]
+    assert started == ['broken', 'slow'] and '4 of 4 runs are done\n' == capsys.readouterr().out.split('40.00\n')[-1]
+
+
+def test_flags_of_every_run_of_the_sweep_exist(gpu_arguments, tmp_path):
+    args = gpu_arguments('sweep')
+    found = {}
+    for name, run in gpu.SWEEP_RUNS.items():
+        _, found[name] = parse_values(gpu.train_arguments(run, tmp_path / 'run', args))
+    base = found['the recipe, seed 2']
+    assert (base['recipe'], base['max_tokens'], base['max_epochs'], base['seed']) == ('multi30k-en-de', 4096, 12, 2)
+    for variant in gpu.SWEEP:
+        for seed, name in zip(gpu.SEEDS, recipe.run_names(variant), strict=True):
+            assert found[name]['seed'] == seed and found[name] != base | {'seed': seed}
+            changed = {key for key, value in found[name].items() if value != base[key]} - {'seed'}
+            assert len(changed) == 1 or variant.startswith('d_model 256, '), changed # one change at a time
+    assert len({run.name for run in gpu.SWEEP_RUNS.values()}) == 3 * (1 + len(gpu.SWEEP)) == len(found)
+    assert not any(part in run.name for run in gpu.SWEEP_RUNS.values() for part in ' ,/')
+
+
+def test_sweep_has_no_limit_in_minutes(gpu_arguments, capsys):
+    with pytest.raises(SystemExit):
+        gpu_arguments('sweep', '--max-minutes', '5')
+    assert 'compared at the same length: leave --max-minutes out' in capsys.readouterr().err
+
+
+def test_a_queue_keeps_some_runs_going(gpu_arguments, tmp_path, monkeypatch, capsys):
+    "Twelve runs of a sweep, five at a time: in their order; one has ended before, and one fails."
+    at_once, started = [], []
+
+    def train(run, args):
+        started.append(run.name)
+        folder = tmp_path / run.name
+        code = ("import pathlib, sys, time\nfolder = pathlib.Path(sys.argv[1])\nfolder.mkdir()\ntime.sleep(0.4)\n"
+                "if sys.argv[1].endswith('run7'): sys.exit('no such file')\n(folder / 'training.json').write_text('{}')")
+        process = gpu.start(['-c', code, str(folder)], tmp_path / f'{run.name}.txt')
+        processes.append(process)
+        at_once.append(sum(each.poll() is None for each in processes))
+        return process
+
+    processes = []
+    monkeypatch.setattr(gpu, 'JOBS', 5)
+    monkeypatch.setattr(gpu, 'train', train)
+    monkeypatch.setattr(gpu, 'score', lambda run, args: pytest.fail('training scores val'))
+    runs = [gpu.Run(f'run{n}', '--seed 1', ()) for n in range(12)]
+    (tmp_path / 'run3').mkdir()
+    (tmp_path / 'run3/training.json').write_text('{}')
+    gpu.train_part(runs, gpu_arguments('sweep'))
+    assert started == [run.name for run in runs if run.name != 'run3'] and max(at_once) == 5
+    output = capsys.readouterr().out
+    assert 'run7 failed: no such file' in output and 's left, run11 is done' in output
+    assert '11 of 12 runs are done\nrun the same command again to continue with run7\n' in output
+
+
+def finish_runs(folder, variants, gain=1.0):
+    "Write what training leaves of the recipe's runs and of some variants', better by about `gain` BLEU."
+    for variant in [None, *variants]:
+        for seed, name in enumerate(recipe.run_names(variant) if variant else recipe.SEEDS, 1):
+            bleu = 36.0 + 0.3 * seed + (gain + 0.1 * seed if variant else 0)
+            run = folder / gpu.SWEEP_RUNS[name].name
+            run.mkdir()
+            (run / 'training.json').write_text(json.dumps({
+                'val': {'bleu': bleu, 'chrf': bleu + 20, 'signature': 'nrefs:1'}, 'progress': {'minutes': 2.0, 'step': 1392}}))
+
+
+def test_record_of_a_sweep_holds_what_three_seeds_have_finished(gpu_arguments, tmp_path, monkeypatch, capsys):
+    args = gpu_arguments('sweep')
+    monkeypatch.setattr(gpu, 'RESULTS', tmp_path)
+    gpu.write_sweep(args)
+    assert 'no record yet' in capsys.readouterr().out and not (tmp_path / 'recipe-paired.json').exists()
+    finish_runs(tmp_path, ['R-Drop 5', 'dropout 0.2', 'post-norm'])
+    (tmp_path / 'sweep-post-norm-seed-3/training.json').unlink() # two seeds
+    gpu.write_sweep(args)
+    found = json.loads((tmp_path / 'recipe-paired.json').read_text('utf-8'))
+    rows = found['metrics']['variants']
+    assert list(rows) == [*recipe.SEEDS, *recipe.run_names('dropout 0.2'), *recipe.run_names('R-Drop 5')]
+    assert rows['R-Drop 5, seed 2']['flags'] == '--r-drop 5 --seed 2' and rows['R-Drop 5, seed 2']['val_bleu'] == 36.6 + 1.2
+    assert list(found['metrics']['paired']) == ['dropout 0.2', 'R-Drop 5']
+    assert found['metrics']['paired']['R-Drop 5']['val_chrf']['differences'] == pytest.approx([1.1, 1.2, 1.3])
+    assert found['metrics']['mean'] == pytest.approx(36.6)
+    assert found['left_out'] == [name for name in gpu.SWEEP if name not in ('R-Drop 5', 'dropout 0.2')]
+    assert found['search'] == {'beam_size': 4, 'length_penalty': 0.6} and found['epochs'] == 12
+    output = capsys.readouterr().out
+    assert 'R-Drop 5                     +0.95 to +1.45 BLEU' in output and 'left out: dropout 0.1, R-Drop 1' in output
 
 
 def test_another_recipe_does_not_overwrite_a_record(tmp_path):
@@ -1023,7 +1106,68 @@ def test_full_runs_on_page_30_are_those_of_the_records():
         assert signature in shown_text('30_recipes')
 
 
-def test_page_30_says_first_which_settings_are_like_noise():
+def page_30(results, folder):
+    "What the cells of page 30 that compare settings show, with some records (by name) as the only ones."
+    for name, content in results.items():
+        (folder / f'{name}.json').write_text(json.dumps(content))
+    cells = json.loads((Path(__file__).parents[1] / 'nbs/30_recipes.ipynb').read_text('utf-8'))['cells']
+    sources = [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'code']
+    first, last = (next(n for n, text in enumerate(sources) if part in text) for part in ('is_paired = ', 'def both_scores'))
+    imports = next(text for text in sources if 'RESULTS = ' in text)
+    shown = []
+    names = {'display': shown.append}
+    exec('\n'.join(line for line in imports.splitlines() if not line.startswith('%')), names)
+    names['RESULTS'] = folder
+    for source in sources[first:last + 1]:
+        *statements, final = ast.parse(source).body
+        exec(compile(ast.Module(statements, []), 'page 30', 'exec'), names)
+        if isinstance(final, ast.Expr):
+            shown.append(eval(compile(ast.Expression(final.value), 'page 30', 'eval'), names))
+        else:
+            exec(compile(ast.Module([final], []), 'page 30', 'exec'), names)
+    plt.close('all')
+    return '\n'.join(each.data.strip() for each in shown if hasattr(each, 'data'))
+
+
+def test_page_30_shows_the_records_at_hand(tmp_path):
+    names = [name for name in ('recipe', 'recipe-paired') if (record.RESULTS / f'{name}.json').exists()]
+    stored = shown_text('30_recipes')
+    text = page_30({name: load_result(name) for name in names}, tmp_path)
+    assert all(line in stored for line in text.splitlines()) and text.count('| ') > 50
+
+
+@pytest.fixture
+def swept_page_30(gpu_arguments, tmp_path, monkeypatch):
+    "Page 30 with a made-up record of a sweep: R-Drop 1 changes nothing, the others are worth 1 BLEU."
+    monkeypatch.setattr(gpu, 'RESULTS', tmp_path)
+    finish_runs(tmp_path, ['R-Drop 5', 'batches of 2,048 tokens', 'moving average of weights', 'R-Drop 1'])
+    gpu.write_sweep(gpu_arguments('sweep'))
+    made_up = json.loads((tmp_path / 'recipe-paired.json').read_text('utf-8'))
+    rows, expected = made_up['metrics']['variants'], {}
+    for name, bleu in zip(recipe.run_names('R-Drop 1'), (36.0, 37.0, 36.8)):
+        rows[name] |= {'val_bleu': bleu, 'val_chrf': bleu + 20}
+    made_up['metrics']['paired'] = recipe.paired(rows, gpu.SWEEP)
+    return page_30({'recipe': load_result('recipe'), 'recipe-paired': made_up}, tmp_path)
+
+
+def test_page_30_prefers_the_record_with_paired_seeds(swept_page_30):
+    text = swept_page_30
+    assert '**1 of 4 changes cannot be told apart from noise in BLEU or chrF:** R-Drop 1.' in text
+    others = 'R-Drop 5, batches of 2,048 tokens, moving average of weights'
+    assert '- The 95% interval leaves out 0 in one of the two metrics: none.\n- It does in both: ' + others in text
+    assert f'- The corrected interval leaves out 0: in BLEU {others}; in chrF {others}.' in text
+    assert 'for want of three seeds: dropout 0.2, dropout 0.1,' in text
+    assert f'1 − 5%/4: its factor is\n{t_quantile(2, 1 - 0.05 / 4):.1f} instead of 4.3' in text
+    assert 'with a beam of 4 and a length penalty of 0.6' in text and f'`{gpu.SWEEP_FLAGS}`' in text
+    assert 'three seeds: 36.3 (56.3), 36.6 (56.6), 36.9 (56.9)' in text
+    assert '| R-Drop | none | each step costs about twice as much | 1: 36.6 (56.6); 5: **37.8** (57.8) |' in text
+    assert '2,048: **37.8** (57.8) |' in text and '| final weights |' in text
+    assert '| dropout | 0.3 | every caption is seen 55 times | not compared |' in text
+    assert 'means of three seeds' in text and 'prediction interval' not in text
+
+
+def test_page_30_says_first_which_settings_are_like_noise(tmp_path):
+    text = page_30({'recipe': load_result('recipe')}, tmp_path)
     runs = load_result('recipe')['metrics']['variants']
     seeds = [row for name, row in runs.items() if name.startswith('the recipe')]
     others = {name: row for name, row in runs.items() if row not in seeds}
@@ -1035,20 +1179,19 @@ def test_page_30_says_first_which_settings_are_like_noise():
 
     bleu, chrf = outside('val_bleu'), outside('val_chrf')
     groups = re.findall(r'noise in BLEU or chrF:\*\* (.*)\.\n|two metrics: (.*)\.\n|Outside it in both: (.*)\.\n',
-                        shown_text('30_recipes'))
+                        f'{text}\n')
     found = [set(''.join(group).replace('peak learning rate', 'peak rate').split(', ')) for group in groups]
     assert found == [others.keys() - bleu - chrf, bleu ^ chrf, bleu & chrf]
-    text = shown_text('30_recipes')
     assert f'**{len(others) - len(bleu | chrf)} of {len(others)} changes cannot be told apart from noise' in text
     assert outside('val_bleu', len(others)) == set() and outside('val_chrf', len(others)) == {'BPE-dropout 0.1'}
     assert 'Outside the corrected interval: in BLEU none; in chrF BPE-dropout 0.1.' in text
-    assert f'{t_quantile(2, 1 - 0.05 / 14):.1f}' == '16.7' # as the page says
+    assert f'5%/14: its factor is\n{t_quantile(2, 1 - 0.05 / 14):.1f} instead' in text
+    assert 'with a beam of 5 and a length penalty of 1.0.' in text
 
 
-def test_settings_on_page_30_have_the_scores_of_the_record():
+def test_settings_on_page_30_have_the_scores_of_the_record(tmp_path):
     runs = load_result('recipe')['metrics']['variants']
-    (rows,) = [table for table in shown_tables('30_recipes') if table[0][0] == 'setting']
-    cells = ' '.join(row[3] for row in rows[1:]).replace('**', '')
+    cells = page_30({'recipe': load_result('recipe')}, tmp_path).replace('**', '')
     for name, row in runs.items():
         assert f"{row['val_bleu']:.1f} ({row['val_chrf']:.1f})" in cells, name
 
