@@ -109,7 +109,7 @@ SWEEP_FLAGS = '--max-tokens 4096 --max-epochs 12 --save-every 10000 --average-ch
 SWEEP = {name: (recipe.VARIANTS | {'batches of 2,048 tokens': '--max-tokens 2048'})[name] for name in ( # by importance
     'dropout 0.2', 'R-Drop 5', 'dropout 0.1', 'R-Drop 1', 'vocabulary 4,000', 'BPE-dropout 0.1', 'batches of 2,048 tokens',
     'peak learning rate 2e-3', 'peak learning rate 6e-3', 'no label smoothing', 'sinusoidal positions',
-    'moving average of weights', 'd_model 256, d_ff 512, peak learning rate 2e-3', 'post-norm', 'd_ff 512', 'warm-up 200',
+    'moving average of weights', 'wide model (d_model 256)', 'post-norm', 'd_ff 512', 'warm-up 200',
     'warm-up 1,000')}
 SWEEP_RUNS = {name: Run(f'sweep-{recipe.folder_name(name)}', f'{RAW} {SWEEP_FLAGS} {flags}', ())
               for name, flags in recipe.planned([], True, SWEEP).items()} # by the names that recipe.py gives its rows

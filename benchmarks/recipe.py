@@ -46,7 +46,7 @@ VARIANTS = {
     'sinusoidal positions': '--positions sinusoidal', 'ALiBi': '--positions alibi',
     'scaled initialisation': '--init scaled', 'post-norm, scaled initialisation': '--norm post --init scaled',
     'post-norm': '--norm post', 'd_ff 512': '--d-ff 512',
-    'd_model 256, d_ff 512, peak learning rate 2e-3': '--d-model 256 --d-ff 512 --peak-lr 2e-3',
+    'wide model (d_model 256)': '--d-model 256 --d-ff 512 --peak-lr 2e-3',
 }
 METRICS = 'val_bleu', 'val_chrf'
 AVERAGES = 1, 5, 10

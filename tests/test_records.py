@@ -406,7 +406,7 @@ def test_flags_of_every_run_of_the_sweep_exist(gpu_arguments, tmp_path):
         for seed, name in zip(gpu.SEEDS, recipe.run_names(variant), strict=True):
             assert found[name]['seed'] == seed and found[name] != base | {'seed': seed}
             changed = {key for key, value in found[name].items() if value != base[key]} - {'seed'}
-            assert len(changed) == 1 or variant.startswith('d_model 256, '), changed # one change at a time
+            assert len(changed) == 1 or variant.startswith('wide model'), changed # one change at a time
     assert len({run.name for run in gpu.SWEEP_RUNS.values()}) == 3 * (1 + len(gpu.SWEEP)) == len(found)
     assert not any(part in run.name for run in gpu.SWEEP_RUNS.values() for part in ' ,/')
 
