@@ -1158,7 +1158,7 @@ def test_page_30_prefers_the_record_with_paired_seeds(swept_page_30):
     assert f'- The corrected interval leaves out 0: in BLEU {others}; in chrF {others}.' in text
     assert 'for want of three seeds: dropout 0.2, dropout 0.1,' in text
     assert f'1 − 5%/4: its factor is\n{t_quantile(2, 1 - 0.05 / 4):.1f} instead of 4.3' in text
-    assert 'with a beam of 4 and a length penalty of 0.6' in text and f'`{gpu.SWEEP_FLAGS}`' in text
+    assert 'with a\nbeam of 4 and a length penalty of 0.6' in text and f'`{gpu.SWEEP_FLAGS}`' in text
     assert 'three seeds: 36.3 (56.3), 36.6 (56.6), 36.9 (56.9)' in text
     assert '| R-Drop | none | each step costs about twice as much | 1: 36.6 (56.6); 5: **37.8** (57.8) |' in text
     assert '2,048: **37.8** (57.8) |' in text and '| final weights |' in text
@@ -1186,7 +1186,7 @@ def test_page_30_says_first_which_settings_are_like_noise(tmp_path):
     assert outside('val_bleu', len(others)) == set() and outside('val_chrf', len(others)) == {'BPE-dropout 0.1'}
     assert 'Outside the corrected interval: in BLEU none; in chrF BPE-dropout 0.1.' in text
     assert f'5%/14: its factor is\n{t_quantile(2, 1 - 0.05 / 14):.1f} instead' in text
-    assert 'with a beam of 5 and a length penalty of 1.0.' in text
+    assert 'with a\nbeam of 5 and a length penalty of 1.0.' in text
 
 
 def test_settings_on_page_30_have_the_scores_of_the_record(tmp_path):
