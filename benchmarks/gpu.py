@@ -12,11 +12,22 @@ as it is.
     full           to the end: tokenized text with dropout 0.2, with R-Drop and without it (the control); raw EN-DE with the
                    wide model and R-Drop; raw DE-EN and EN-FR
     baseline       to the end: tokenized text with dropout 0.3, without R-Drop and with it; raw EN-DE with the recipe
+    sweep          what each setting of the Multi30k recipe is worth: 12 epochs, three seeds of the recipe and of each change,
+                   scored on val; writes recipe-paired.json
     speed          tokens per second of base and big beside nn.Transformer (train_speed.py)
     rates          steps per second of 1, 8 and 15 runs together; writes no record
 
 On an H200, the fifteen runs of full made about 160 steps per second together. They took a part of 9 and one of 4.6 minutes
 (--max-minutes 11.5 in the second, so that it ends in time).
+
+sweep keeps 15 runs going, the most important changes first; from the steps per second of full, its 54 runs need about 11
+minutes. It takes two parts on the same machine, which keep unfinished runs in --runs:
+
+    python benchmarks/gpu.py sweep --data-dir DIR --minutes 9
+    python benchmarks/gpu.py sweep --data-dir DIR --minutes 4
+
+The record holds the changes that all three seeds have finished, and names the others. A finished run is its training.json in
+--runs: on another machine, copy these files there, and the same command trains what is missing.
 
 Settings are chosen on `val` alone. Matrix products use TF32. With CUDA's multi-process service (nvidia-cuda-mps-control),
 the kernels of several processes run at the same time; without it, the processes take turns.
@@ -30,13 +41,18 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
-from record import RESULTS
+import recipe
+from annotated_transformer.files import atomic_write
+from annotated_transformer.inference import DecodingConfig
+from record import RESULTS, about
 
 HERE = Path(__file__).parent
 SEEDS = 1, 2, 3
 MAX_MINUTES = 9
+JOBS = 15 # runs at the same time
 STOPPING = 15 # seconds of a part in which its runs save a checkpoint and end
 DECODING_TOKENS = 30_000 # that are decoded at once
 WARM_UP = 30 # steps before a measurement
@@ -63,7 +79,7 @@ SPEED = {size: ['--sizes', size, '--device', 'cuda', '--precision', 'bfloat16', 
 
 @dataclass(frozen=True)
 class Run:
-    "A model to train: its record's name, the options of `annotated-transformer train`, and the test splits to score."
+    "A model to train: its record's name, options of `annotated-transformer train`, test splits to score; a sweep has none."
     name: str
     options: str
     splits: tuple[str, ...]
@@ -88,8 +104,22 @@ PARTS = {
         *seeds_of('gpu-en-de', (FLICKR, COCO), RAW, BATCHES, RATE, EPOCHS_45)],
 }
 
+# Of a sweep, only the last weights: too few steps for an average of checkpoints. --compile-loss concerns R-Drop alone.
+SWEEP_FLAGS = '--max-tokens 4096 --max-epochs 12 --save-every 10000 --average-checkpoints 1 --compile-loss'
+SWEEP = {name: (recipe.VARIANTS | {'batches of 2,048 tokens': '--max-tokens 2048'})[name] for name in ( # by importance
+    'dropout 0.2', 'R-Drop 5', 'dropout 0.1', 'R-Drop 1', 'vocabulary 4,000', 'BPE-dropout 0.1', 'batches of 2,048 tokens',
+    'peak learning rate 2e-3', 'peak learning rate 6e-3', 'no label smoothing', 'sinusoidal positions',
+    'moving average of weights', 'wide model (d_model 256)', 'post-norm', 'd_ff 512', 'warm-up 200',
+    'warm-up 1,000')}
+SWEEP_RUNS = {name: Run(f'sweep-{recipe.folder_name(name)}', f'{RAW} {SWEEP_FLAGS} {flags}', ())
+              for name, flags in recipe.planned([], True, SWEEP).items()} # by the names that recipe.py gives its rows
+
 def has_record(name: str) -> bool:
     return (RESULTS / f'{name}.json').exists()
+
+def is_done(run: Run, args: argparse.Namespace) -> bool:
+    "Return whether a run has its record; in a sweep, where training scores val, whether it has ended."
+    return has_record(run.name) if run.splits else (args.runs / run.name / 'training.json').exists()
 
 def start_sharing() -> bool:
     "Let the kernels of several processes run at the same time, where CUDA's service for that is installed."
@@ -154,20 +184,26 @@ def last_lines(path: Path, n: int = 1) -> str:
     return ' '.join(line[:200] for line in lines[-n:])
 
 def train_part(runs: list[Run], args: argparse.Namespace) -> None:
-    "Train the runs without a record together; score each as soon as it ends."
+    "Train the runs that are not done, 15 at a time; score each as soon as it ends."
     end = time.monotonic() + 60 * args.minutes - STOPPING
-    training = {run: train(run, args) for run in runs if not has_record(run.name)}
+    waiting = [run for run in runs if not is_done(run, args)]
+    training = {}
     scoring = {}
     shown = time.monotonic()
-    while (training or scoring) and time.monotonic() < end:
+    while (waiting or training or scoring) and time.monotonic() < end:
+        while waiting and len(training) + len(scoring) < JOBS:
+            run = waiting.pop(0)
+            training[run] = train(run, args)
         time.sleep(0.5)
         for run, process in list(training.items()):
             if process.poll() is not None:
                 del training[run]
                 if process.returncode:
                     print(run.name, 'failed:', last_lines(args.runs / f'{run.name}.txt', 20), flush=True)
-                else:
+                elif run.splits:
                     scoring[run] = score(run, args)
+                else:
+                    print(f'{end - time.monotonic():.0f} s left,', run.name, 'is done', flush=True)
         for run, process in list(scoring.items()):
             if process.poll() is not None:
                 del scoring[run]
@@ -178,10 +214,38 @@ def train_part(runs: list[Run], args: argparse.Namespace) -> None:
             for run in list(training)[:2]:
                 print(f'{end - shown:.0f} s left,', run.name, last_lines(args.runs / f'{run.name}.txt'), flush=True)
     stop([*training.values(), *scoring.values()])
-    missing = [run.name for run in runs if not has_record(run.name)]
-    print(f'{len(runs) - len(missing)} of {len(runs)} runs have a record', flush=True)
+    missing = [run.name for run in runs if not is_done(run, args)]
+    print(f'{len(runs) - len(missing)} of {len(runs)} runs are done', flush=True)
     if missing:
         print('run the same command again to continue with', *missing, flush=True)
+
+def sweep_row(name: str, args: argparse.Namespace) -> dict:
+    "Return the row of a finished run, with the scores on val that training wrote."
+    training = json.loads((args.runs / SWEEP_RUNS[name].name / 'training.json').read_text('utf-8'))
+    val = training['val']
+    progress = training['progress']
+    return {'flags': recipe.planned([], True, SWEEP)[name], 'val_bleu': val['bleu'], 'val_chrf': val['chrf'],
+            'signature': val['signature'], 'minutes': progress['minutes'], 'steps': progress['step'],
+            'date': str(date.today())}
+
+def write_sweep(args: argparse.Namespace) -> None:
+    "Write the record of the changes whose runs have all ended, if those of the recipe have."
+    complete = [names for names in ([*recipe.SEEDS], *map(recipe.run_names, SWEEP))
+                if all(is_done(SWEEP_RUNS[name], args) for name in names)]
+    rows = {name: sweep_row(name, args) for names in complete for name in names}
+    if not rows.keys() >= recipe.SEEDS.keys():
+        print('no record yet: the recipe itself has not been trained with three seeds')
+        return
+    found = recipe.comparison(rows, SWEEP)
+    search = DecodingConfig()
+    record = about() | {
+        'name': 'recipe-paired', 'command': 'python benchmarks/gpu.py sweep --data-dir DIR', 'flags': SWEEP_FLAGS, 'epochs': 12,
+        'recipe': recipe.RECIPES[recipe.RECIPE], 'seeds': list(SEEDS),
+        'search': {'beam_size': search.beam_size, 'length_penalty': search.length_penalty},
+        'note': f'{JOBS} runs at a time shared one GPU; matrix products used TF32'} | found
+    atomic_write(RESULTS / 'recipe-paired.json', json.dumps(record, indent=2) + '\n')
+    recipe.show(found['metrics'])
+    print('left out:', ', '.join(found['left_out']) or 'nothing')
 
 def measure_speed(args: argparse.Namespace) -> None:
     "Measure the training speed of the sizes without a record."
@@ -233,7 +297,7 @@ def part_minutes(text: str) -> float:
 def arguments(args: list[str] | None = None) -> argparse.Namespace:
     "Return the values of the options on the command line, or of `args`."
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('part', choices=[*PARTS, 'speed', 'rates'])
+    parser.add_argument('part', choices=[*PARTS, 'sweep', 'speed', 'rates'])
     parser.add_argument('--data-dir', type=Path, required=True, help='folder with multi30k and multi30k-tok')
     parser.add_argument('--runs', type=Path, default=Path('runs/gpu'), help='folder of the runs (runs/gpu)')
     parser.add_argument('--minutes', type=part_minutes, default=8.5, help='time for training and scoring, at most 9 (8.5)')
@@ -248,6 +312,8 @@ def arguments(args: list[str] | None = None) -> argparse.Namespace:
     for name in ('multi30k', 'multi30k-tok'):
         if not (found.data_dir / name).is_dir():
             parser.error(f'{found.data_dir} has no folder {name}: --data-dir needs multi30k and multi30k-tok')
+    if found.part == 'sweep' and found.max_minutes:
+        parser.error('the runs of sweep are compared at the same length: leave --max-minutes out')
     return found
 
 def main():
@@ -260,6 +326,9 @@ def main():
     try:
         if args.part == 'rates':
             rates(sum(PARTS.values(), []), args)
+        elif args.part == 'sweep':
+            train_part(list(SWEEP_RUNS.values()), args)
+            write_sweep(args)
         else:
             train_part(PARTS[args.part], args)
     finally:

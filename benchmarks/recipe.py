@@ -10,6 +10,7 @@ epochs, in a folder under --runs. Run the same command again to resume; variants
 trained again. The recipe itself is trained with three seeds, whose spread shows how much two runs differ by chance.
 With --paired, so is every variant, and the record also holds its differences from the recipe, seed by seed.
 Averaging and decoding settings need no training: they are tried with the recipe's first seed. No test split is used.
+On a GPU, `gpu.py sweep` makes such a record within one short loan.
 """
 import argparse
 import json
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -40,11 +42,11 @@ VARIANTS = {
     'warm-up 200': '--warmup-steps 200', 'warm-up 1,000': '--warmup-steps 1000',
     'batches of 1,024 tokens': '--max-tokens 1024', 'batches of 4,096 tokens': '--max-tokens 4096',
     'BPE-dropout 0.1': '--bpe-dropout 0.1', 'R-Drop 1': '--r-drop 1', 'R-Drop 5': '--r-drop 5',
-    'no label smoothing': '--label-smoothing 0', 'moving average of weights': '--ema-decay 0.999',
+    'no label smoothing': '--label-smoothing 0', 'moving average of weights': '--ema-decay 0.998',
     'sinusoidal positions': '--positions sinusoidal', 'ALiBi': '--positions alibi',
     'scaled initialisation': '--init scaled', 'post-norm, scaled initialisation': '--norm post --init scaled',
-    'd_ff 512': '--d-ff 512',
-    'd_model 256, d_ff 512, peak learning rate 2e-3': '--d-model 256 --d-ff 512 --peak-lr 2e-3',
+    'post-norm': '--norm post', 'd_ff 512': '--d-ff 512',
+    'wide model (d_model 256)': '--d-model 256 --d-ff 512 --peak-lr 2e-3',
 }
 METRICS = 'val_bleu', 'val_chrf'
 AVERAGES = 1, 5, 10
@@ -53,9 +55,13 @@ SEARCHES = {'greedy': dict(beam_size=1)} | {
     f'beam {beam}, length penalty {penalty}': dict(beam_size=beam, length_penalty=penalty)
     for beam in (4, 5, 8) for penalty in (0.6, 1.0, 1.4, 1.7)}
 
+def folder_name(name: str) -> str:
+    "Return a run's name without spaces and commas."
+    return name.replace(' ', '-').replace(',', '')
+
 def train(name: str, flags: str, args) -> Path:
     "Train one variant, and return its folder."
-    out = args.runs / name.replace(' ', '-').replace(',', '')
+    out = args.runs / folder_name(name)
     command = [sys.executable, '-m', 'annotated_transformer', 'train', '--recipe', RECIPE,
                '--data-dir', str(args.data_dir), '--max-epochs', str(args.epochs),
                *shlex.split(args.flags), *shlex.split(flags), '--out', str(out)]
@@ -103,24 +109,24 @@ def run_names(variant: str) -> list[str]:
     "Return the names of a variant's runs, one for each seed of the recipe. Seed 1 is the default."
     return [variant, *(f'{variant}, seed {seed}' for seed in range(2, len(SEEDS) + 1))]
 
-def planned(only: list[str], with_seeds: bool) -> dict[str, str]:
+def planned(only: list[str], with_seeds: bool, variants: dict[str, str] = VARIANTS) -> dict[str, str]:
     "Return the flags of each run by its name: the recipe with three seeds, each selected variant with one or three."
     found = dict(SEEDS)
-    for variant, flags in VARIANTS.items():
+    for variant, flags in variants.items():
         if wanted(variant, only):
             found[variant] = flags
             if with_seeds:
                 found |= {name: f'{flags} --seed {seed}' for seed, name in enumerate(run_names(variant)[1:], 2)}
     return found
 
-def paired(rows: dict[str, dict]) -> dict[str, dict]:
+def paired(rows: dict[str, dict], variants: Iterable[str] = VARIANTS) -> dict[str, dict]:
     """Compare each variant that has a run for each seed with the recipe, seed by seed.
 
     Return for BLEU and chrF: the differences, Student's 95% interval of their mean, and an interval that is corrected for
     the number of variants (Bonferroni).
     """
     differences = {}
-    for variant in VARIANTS:
+    for variant in variants:
         names = run_names(variant)
         if all(name in rows for name in names):
             differences[variant] = {metric: [rows[name][metric] - rows[base][metric] for name, base in zip(names, SEEDS)]
@@ -128,6 +134,19 @@ def paired(rows: dict[str, dict]) -> dict[str, dict]:
     corrected = 1 - 0.05 / max(1, len(differences))
     return {name: {metric: {'differences': values, 'interval': t_interval(values), 'corrected': t_interval(values, corrected)}
                    for metric, values in found.items()} for name, found in differences.items()}
+
+def comparison(rows: dict[str, dict], variants: Iterable[str] = VARIANTS) -> dict:
+    "Return what a record says about its runs: the recipe's mean and spread, all rows, the comparisons, what is missing."
+    seeds = [rows[name]['val_bleu'] for name in SEEDS]
+    metrics = dict(mean=statistics.mean(seeds), spread=statistics.stdev(seeds), variants=rows, paired=paired(rows, variants))
+    return dict(metrics=metrics, left_out=[name for name in variants if name not in rows])
+
+def show(metrics: dict) -> None:
+    "Print the recipe's mean and spread, and the interval of each difference."
+    print(f"the recipe, three seeds: {metrics['mean']:.2f} ± {metrics['spread']:.2f}")
+    for name, found in metrics['paired'].items():
+        low, high = found['val_bleu']['interval']
+        print(f'{name:<28} {low:+.2f} to {high:+.2f} BLEU compared with the recipe')
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -153,22 +172,16 @@ def main():
             if name == FIRST: record |= dict(averages=averaged(out, val))
     if FIRST in missing or record['searches'].keys() != SEARCHES.keys(): # a finished run is not trained again
         record |= dict(searches=searched(train(FIRST, SEEDS[FIRST], args), val))
-    seeds = [rows[name]['val_bleu'] for name in SEEDS]
     rows = {name: rows[name] for name in planned([], True) if name in rows}
     trained = [name for name in VARIANTS if name in rows]
     only = ['--only', *trained] if len(trained) < len(VARIANTS) else []
-    compared = paired(rows)
-    only += ['--paired'] if compared else []
+    found = comparison(rows)
+    only += ['--paired'] if found['metrics']['paired'] else []
     command = ['python', 'benchmarks/recipe.py', '--data-dir', 'DIR', '--epochs', str(args.epochs),
                f'--flags={args.flags}', *only]
-    record |= about() | dict(name=args.out.stem, seed=1, command=shlex.join(command), metrics=dict(
-        mean=statistics.mean(seeds), spread=statistics.stdev(seeds), variants=rows, paired=compared),
-        left_out=[name for name in VARIANTS if name not in rows])
+    record |= about() | dict(name=args.out.stem, seed=1, command=shlex.join(command)) | found
     atomic_write(args.out, json.dumps(record, indent=2) + '\n')
-    print(f'the recipe, three seeds: {statistics.mean(seeds):.2f} ± {statistics.stdev(seeds):.2f}')
-    for name, found in compared.items():
-        low, high = found['val_bleu']['interval']
-        print(f'{name:<28} {low:+.2f} to {high:+.2f} BLEU compared with the recipe')
+    show(found['metrics'])
     for name, bleu in (record['averages'] | record['searches']).items(): print(f'{name:<28} val BLEU {bleu:.2f}')
 
 if __name__ == '__main__':

@@ -387,12 +387,94 @@ def test_a_part_continues_with_the_runs_without_a_record(gpu_arguments, tmp_path
     assert (tmp_path / 'saved').exists() # before it was killed
     output = capsys.readouterr().out
     assert 'quick scored: test_bleu 40.00' in output and 'broken failed: no such file' in output
-    assert '2 of 4 runs have a record\nrun the same command again to continue with broken slow\n' in output
+    assert '2 of 4 runs are done\nrun the same command again to continue with broken slow\n' in output
     started.clear()
     monkeypatch.setitem(programs, 'broken', 'pass')
     monkeypatch.setitem(programs, 'slow', 'pass')
     gpu.train_part(runs, args)
-    assert started == ['broken', 'slow'] and '4 of 4 runs have a record\n' == capsys.readouterr().out.split('40.00\n')[-1]
+    assert started == ['broken', 'slow'] and '4 of 4 runs are done\n' == capsys.readouterr().out.split('40.00\n')[-1]
+
+
+def test_flags_of_every_run_of_the_sweep_exist(gpu_arguments, tmp_path):
+    args = gpu_arguments('sweep')
+    found = {}
+    for name, run in gpu.SWEEP_RUNS.items():
+        _, found[name] = parse_values(gpu.train_arguments(run, tmp_path / 'run', args))
+    base = found['the recipe, seed 2']
+    assert (base['recipe'], base['max_tokens'], base['max_epochs'], base['seed']) == ('multi30k-en-de', 4096, 12, 2)
+    for variant in gpu.SWEEP:
+        for seed, name in zip(gpu.SEEDS, recipe.run_names(variant), strict=True):
+            assert found[name]['seed'] == seed and found[name] != base | {'seed': seed}
+            changed = {key for key, value in found[name].items() if value != base[key]} - {'seed'}
+            assert len(changed) == 1 or variant.startswith('wide model'), changed # one change at a time
+    assert len({run.name for run in gpu.SWEEP_RUNS.values()}) == 3 * (1 + len(gpu.SWEEP)) == len(found)
+    assert not any(part in run.name for run in gpu.SWEEP_RUNS.values() for part in ' ,/')
+
+
+def test_sweep_has_no_limit_in_minutes(gpu_arguments, capsys):
+    with pytest.raises(SystemExit):
+        gpu_arguments('sweep', '--max-minutes', '5')
+    assert 'compared at the same length: leave --max-minutes out' in capsys.readouterr().err
+
+
+def test_a_queue_keeps_some_runs_going(gpu_arguments, tmp_path, monkeypatch, capsys):
+    "Twelve runs of a sweep, five at a time: in their order; one has ended before, and one fails."
+    at_once, started = [], []
+
+    def train(run, args):
+        started.append(run.name)
+        folder = tmp_path / run.name
+        code = ("import pathlib, sys, time\nfolder = pathlib.Path(sys.argv[1])\nfolder.mkdir()\ntime.sleep(0.4)\n"
+                "if sys.argv[1].endswith('run7'): sys.exit('no such file')\n(folder / 'training.json').write_text('{}')")
+        process = gpu.start(['-c', code, str(folder)], tmp_path / f'{run.name}.txt')
+        processes.append(process)
+        at_once.append(sum(each.poll() is None for each in processes))
+        return process
+
+    processes = []
+    monkeypatch.setattr(gpu, 'JOBS', 5)
+    monkeypatch.setattr(gpu, 'train', train)
+    monkeypatch.setattr(gpu, 'score', lambda run, args: pytest.fail('training scores val'))
+    runs = [gpu.Run(f'run{n}', '--seed 1', ()) for n in range(12)]
+    (tmp_path / 'run3').mkdir()
+    (tmp_path / 'run3/training.json').write_text('{}')
+    gpu.train_part(runs, gpu_arguments('sweep'))
+    assert started == [run.name for run in runs if run.name != 'run3'] and max(at_once) == 5
+    output = capsys.readouterr().out
+    assert 'run7 failed: no such file' in output and 's left, run11 is done' in output
+    assert '11 of 12 runs are done\nrun the same command again to continue with run7\n' in output
+
+
+def finish_runs(folder, variants, gain=1.0):
+    "Write what training leaves of the recipe's runs and of some variants', better by about `gain` BLEU."
+    for variant in [None, *variants]:
+        for seed, name in enumerate(recipe.run_names(variant) if variant else recipe.SEEDS, 1):
+            bleu = 36.0 + 0.3 * seed + (gain + 0.1 * seed if variant else 0)
+            run = folder / gpu.SWEEP_RUNS[name].name
+            run.mkdir()
+            (run / 'training.json').write_text(json.dumps({
+                'val': {'bleu': bleu, 'chrf': bleu + 20, 'signature': 'nrefs:1'}, 'progress': {'minutes': 2.0, 'step': 1392}}))
+
+
+def test_record_of_a_sweep_holds_what_three_seeds_have_finished(gpu_arguments, tmp_path, monkeypatch, capsys):
+    args = gpu_arguments('sweep')
+    monkeypatch.setattr(gpu, 'RESULTS', tmp_path)
+    gpu.write_sweep(args)
+    assert 'no record yet' in capsys.readouterr().out and not (tmp_path / 'recipe-paired.json').exists()
+    finish_runs(tmp_path, ['R-Drop 5', 'dropout 0.2', 'post-norm'])
+    (tmp_path / 'sweep-post-norm-seed-3/training.json').unlink() # two seeds
+    gpu.write_sweep(args)
+    found = json.loads((tmp_path / 'recipe-paired.json').read_text('utf-8'))
+    rows = found['metrics']['variants']
+    assert list(rows) == [*recipe.SEEDS, *recipe.run_names('dropout 0.2'), *recipe.run_names('R-Drop 5')]
+    assert rows['R-Drop 5, seed 2']['flags'] == '--r-drop 5 --seed 2' and rows['R-Drop 5, seed 2']['val_bleu'] == 36.6 + 1.2
+    assert list(found['metrics']['paired']) == ['dropout 0.2', 'R-Drop 5']
+    assert found['metrics']['paired']['R-Drop 5']['val_chrf']['differences'] == pytest.approx([1.1, 1.2, 1.3])
+    assert found['metrics']['mean'] == pytest.approx(36.6)
+    assert found['left_out'] == [name for name in gpu.SWEEP if name not in ('R-Drop 5', 'dropout 0.2')]
+    assert found['search'] == {'beam_size': 4, 'length_penalty': 0.6} and found['epochs'] == 12
+    output = capsys.readouterr().out
+    assert 'R-Drop 5                     +0.95 to +1.45 BLEU' in output and 'left out: dropout 0.1, R-Drop 1' in output
 
 
 def test_another_recipe_does_not_overwrite_a_record(tmp_path):
