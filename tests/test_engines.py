@@ -192,7 +192,7 @@ def test_damaged_weights_are_not_converted(tmp_path, compute_type, number):
     folder = write_model(tmp_path / 'model')
     broken = Translator.load(folder, 'cpu')
     with torch.no_grad():
-        broken.model.decoder.layers[0].feed_forward.w1.weight[3, 5] = number
+        broken.model.decoder.layers[0].feed_forward.linear1.weight[3, 5] = number
     broken.save(folder, overwrite=True)
     for engine in ('auto', 'ctranslate2'):
         with pytest.raises(ValueError, match='model: decoder.layers.0.*weight in model.safetensors has NaN or infinite'):
@@ -210,8 +210,8 @@ def test_weights_that_overflow_are_reported(tmp_path, compute_type, call):
     folder = write_model(tmp_path / 'model')
     broken = Translator.load(folder, 'cpu')
     with torch.no_grad():
-        broken.model.encoder.layers[0].feed_forward.w1.weight[:] = 3e38
-        broken.model.encoder.layers[0].feed_forward.w2.weight[:] = 3e38
+        broken.model.encoder.layers[0].feed_forward.linear1.weight[:] = 3e38
+        broken.model.encoder.layers[0].feed_forward.linear2.weight[:] = 3e38
     broken.save(folder, overwrite=True)
     translator = Translator.load(folder, 'cpu', 'ctranslate2', compute_type)
     with pytest.raises(FloatingPointError, match='its weights are damaged'):
