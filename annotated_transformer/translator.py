@@ -31,9 +31,10 @@ from .interop import decoding_config, read_model_folder, shared_copy
 from .kernels import accelerate
 from .progress import Bar, new_bar
 from .run_folder import check_new_model
-from .text_streams import (
+from annotated_transformer.text_streams import (
     InputReport, NBestSettings, SampleSettings, Text, Texts, TranslateSettings, buffered, changed_settings, decoded,
-    length_groups, refuse_unknown, refuse_unnamed, require, require_numbers, require_pairs, require_prefix, with_prefixes)
+    length_groups, refuse_unknown, refuse_unnamed, require, require_numbers, require_pairs, require_prefix,
+    with_prefixes)
 from .vocabulary import BOS, EOS, UNK, Tokenizer
 
 SHIPPED = Path(str(files('annotated_transformer'))) / 'data/toy-ende' # the model that comes with the package
@@ -150,21 +151,21 @@ class Translation:
 
 def translate_rows(
     translator: TextModel, rows: list[list[int]], prefixes: list[str], prefix_ids: list[list[int]],
-    config: DecodingConfig, batch_tokens: int, with_scores: bool, bar: Bar,
+    config: DecodingConfig, batch_tokens: int, scores: bool, bar: Bar,
 ) -> list[list[Translation]]:
     """Translate sentences in groups of similar length.
 
     :param rows: source ids of each sentence, EOS included
     :param prefixes: how each translation begins
     :param prefix_ids: the same, as ids
+    :param scores: whether they are needed
     :return: of each sentence, best first
     """
     results = [[Translation('', math.nan, math.nan)] for _ in rows]
     bar.update(sum(row == [EOS] for row in rows)) # empty sentences are in no group
     for group in length_groups(rows, batch_tokens // config.beam_size):
         group_rows = [rows[i] for i in group]
-        group_prefix = [prefix_ids[i] for i in group]
-        found = translator.engine.beam_search(group_rows, config, group_prefix, with_scores)
+        found = translator.engine.beam_search(group_rows, config, [prefix_ids[i] for i in group], scores)
         for i, hypotheses in zip(group, found):
             texts = [decoded(translator.tokenizer, h.ids, prefixes[i], prefix_ids[i]) for h in hypotheses]
             results[i] = [Translation(text, h.normalized_score, h.log_prob) for text, h in zip(texts, hypotheses)]
@@ -172,16 +173,16 @@ def translate_rows(
     return results
 
 def translate_stream(
-    translator: TextModel, buffers: Iterable[list[tuple]], config: DecodingConfig, batch_tokens: int,
-    with_scores: bool, strict: bool, progress_bar: bool, total: int | None,
+    translator: TextModel, buffers: Iterable[list[tuple]], config: DecodingConfig, batch_tokens: int, scores: bool,
+    on_error: str, progress_bar: bool, total: int | None,
 ) -> Iterator[list[Translation]]:
     """Translate buffer by buffer. Warnings come at the end.
 
     :param buffers: each item: a text, and its prefix or None
-    :param strict: an unreadable line raises ValueError
+    :param on_error: 'stop': an unreadable line raises ValueError
     :param total: number of sentences, if it is known
     """
-    report = translator.new_report('sentences', strict)
+    report = translator.new_report('sentences', on_error == 'stop')
     prefix_report = translator.new_report('prefixes')
     try:
         with new_bar(total=total, unit='sentence', disable=not progress_bar) as bar:
@@ -190,7 +191,7 @@ def translate_stream(
                 rows = translator.encode(texts, 'src', report)
                 prefixes = [prefix or '' for _, prefix in buffer]
                 prefix_ids = translator.encode(prefixes, 'tgt', prefix_report) if any(prefixes) else [[]] * len(rows)
-                yield from translate_rows(translator, rows, prefixes, prefix_ids, config, batch_tokens, with_scores, bar)
+                yield from translate_rows(translator, rows, prefixes, prefix_ids, config, batch_tokens, scores, bar)
     finally:
         report.warn()
         prefix_report.warn()
@@ -389,6 +390,7 @@ class Translator(ScoringModel):
         :param prefix: as for `translate`
         :param batch_tokens: padded source tokens times beam size that are decoded at once
         :param buffer_size: sentences of an iterable that are read and sorted together
+        :param on_error: 'skip' or 'stop'
         :param progress_bar: show it on the standard error stream
         :param total: number of sentences of an iterable, for the progress bar
         :param with_scores: False: they may be NaN, which makes greedy search in CTranslate2 faster
@@ -412,8 +414,7 @@ class Translator(ScoringModel):
         if is_single or is_list: # group all sentences at once
             total = len(texts)
             buffers = [list(items)]
-        results = translate_stream(
-            self, buffers, config, batch_tokens, with_scores, on_error == 'stop', progress_bar, total)
+        results = translate_stream(self, buffers, config, batch_tokens, with_scores, on_error, progress_bar, total)
         found = list(results) if is_single or is_list else results
         return found[0] if is_single else found
 
