@@ -158,7 +158,6 @@ def translate_rows(
     :param rows: source ids of each sentence, EOS included
     :param prefixes: how each translation begins
     :param prefix_ids: the same, as ids
-    :param scores: whether they are needed
     :return: of each sentence, best first
     """
     results = [[Translation('', math.nan, math.nan)] for _ in rows]
