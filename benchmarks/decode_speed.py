@@ -26,8 +26,8 @@ How it measures:
   its own.
 - A model with random weights never ends a translation: each has as many tokens as its source, EOS included. A
   stopping rule then makes no difference, so there are no rows for it.
-- `ids` is from token ids to token ids, `text` from text to text; both are measured in the same rounds. Batches are
-  sorted by length. A batch of 1 gives the latency of single sentences: median and 95th percentile.
+- `ids` is from token ids to token ids, `text` from text to text; both are measured in the same rounds, in the same
+  batches, sorted by the number of ids. A batch of 1 gives the latency of single sentences: median and 95th percentile.
 
 The model must be one that all engines can hold: post-norm, sinusoidal positions.
 """
@@ -178,11 +178,11 @@ def batches_of(rows, size):
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
     return [order[start:start + size] for start in range(0, len(order), size)]
 
-def run_cell(translate, rows, beam, size):
+def run_cell(translate, rows, batches, beam):
     "Translate all rows in batches. Return the seconds of each batch and the outputs in the order of the rows."
     outputs = [None] * len(rows)
     seconds = []
-    for batch in batches_of(rows, size):
+    for batch in batches:
         start = time.perf_counter()
         found = translate([rows[i] for i in batch], beam)
         seconds.append(time.perf_counter() - start)
@@ -200,7 +200,8 @@ def work(args):
         rows = prepared['texts' if cell['unit'] == 'text' else 'rows'][:cell['sentences']]
         if cell['warm_up']:
             rows = rows[:2 * cell['batch']] if cell['batch'] > 1 else rows[:5]
-        seconds, outputs = run_cell(translate, rows, cell['beam'], cell['batch'])
+        batches = batches_of(prepared['rows'][:len(rows)], cell['batch']) # the same for texts as for ids
+        seconds, outputs = run_cell(translate, rows, batches, cell['beam'])
         digests = [hashlib.sha256(json.dumps(output).encode()).hexdigest()[:12] for output in outputs]
         n_tokens = sum(len(output) + 1 for output in outputs) if cell['unit'] == 'ids' else None
         print(json.dumps({'seconds': seconds, 'n_tokens': n_tokens, 'digests': digests}), flush=True)

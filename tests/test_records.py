@@ -989,6 +989,26 @@ def test_decode_speed_measures_some_batch_sizes_again(tmp_path, monkeypatch):
     assert other['metrics'] == []
 
 
+def test_decode_speed_translates_texts_in_the_batches_of_their_ids(tmp_path, monkeypatch, capsys):
+    import decode_speed
+    seen = []
+
+    def note(items, beam):
+        seen.append(items)
+        return [[] for _ in items]
+
+    monkeypatch.setattr(decode_speed, 'make_engine', lambda *args: (note, note))
+    rows = [[1] * n for n in (3, 7, 5, 1)]
+    texts = ['a long text of few tokens', 'b', 'c', 'd'] # by characters, the order would be another
+    prepared = tmp_path / 'prepared.json'
+    prepared.write_text(json.dumps({'rows': rows, 'texts': texts}))
+    cell = {'beam': 1, 'batch': 2, 'sentences': 4, 'warm_up': False}
+    lines = [json.dumps({**cell, 'unit': unit}) + '\n' for unit in ('ids', 'text')]
+    monkeypatch.setattr(sys, 'stdin', lines)
+    decode_speed.work(argparse.Namespace(prepared=prepared, worker='name', thread_counts=[1], device='cpu'))
+    assert seen == [[rows[1], rows[2]], [rows[0], rows[3]], [texts[1], texts[2]], [texts[0], texts[3]]]
+
+
 @pytest.mark.slow
 def test_decode_speed_measures_every_engine(tmp_path):
     "All search alike, so in float32 all find the same translations. The same command again measures nothing."
