@@ -77,8 +77,8 @@ class Tokenizer:
         ids = list(map(int, ids))
         if EOS in ids:
             ids = ids[:ids.index(EOS)]
-        tokens = self.tokens([i for i in ids if i not in (PAD, BOS)])
-        return self.join([UNKNOWN if token == SPECIALS[UNK] else token for token in tokens])
+        ids = [i for i in ids if i != PAD and i != BOS]
+        return self.join([UNKNOWN if i == UNK else token for i, token in zip(ids, self.tokens(ids))])
 
     def word(self, i: int) -> str:
         "Return the word that a token stands for, or '' for special tokens and later parts of words."
