@@ -3,12 +3,11 @@
 """Engines: translate with PyTorch or with CTranslate2 behind one interface: the same translations, and how fast you
 get them."""
 
-__all__ = ['GROUP_SIZE', 'PACKAGE', 'EngineName', 'ComputeType', 'FORMAT', 'CONVERTED', 'BatchSearch', 'start_search',
-           'Candidate', 'ranked', 'store_result', 'to_hypothesis', 'search_groups', 'until_certain', 'PyTorchEngine',
-           'length_groups', 'until_enough', 'CTranslate2Engine', 'conversion_name', 'convert', 'check_conversion',
-           'converted_folder', 'choose_engine', 'ctranslate2_obstacle', 'decoded', 'shared_copy']
+__all__ = ['NAN_LOGITS', 'GROUP_SIZE', 'PACKAGE', 'EngineName', 'ComputeType', 'FORMAT', 'CONVERTED', 'BatchSearch',
+           'start_search', 'Candidate', 'ranked', 'store_result', 'to_hypothesis', 'search_groups', 'until_certain',
+           'PyTorchEngine', 'length_groups', 'until_enough', 'CTranslate2Engine', 'conversion_name', 'convert',
+           'check_conversion', 'converted_folder', 'choose_engine', 'ctranslate2_obstacle']
 
-import copy
 import hashlib
 import math
 import os
@@ -30,8 +29,9 @@ from .downloads import cache_dir
 from .files import atomic_write, checksum, read_json, to_json
 from .inference import DecodingConfig
 from .interop import ctranslate2_library, export_ctranslate2, require_ctranslate2
-from .vocabulary import EOS, UNK, Tokenizer
+from .vocabulary import EOS, PAD, Tokenizer
 
+NAN_LOGITS = "the model's logits are NaN: its weights are damaged"
 GROUP_SIZE = 16 # minimum number of sentences per search, where their lengths allow it
 PACKAGE = Path(str(files('annotated_transformer'))).resolve()
 
@@ -110,7 +110,7 @@ def store_result(search: BatchSearch, i: int, found, max_length: int) -> bool:
 def to_hypothesis(engine, candidate: Candidate) -> Hypothesis:
     "Replace tokens by ids. Raises FloatingPointError for NaN."
     if math.isnan(candidate.log_prob):
-        raise FloatingPointError("the model's logits are NaN: its weights are damaged")
+        raise FloatingPointError(NAN_LOGITS)
     tokens = candidate.tokens
     if tokens[-1] == engine.tokens[EOS]:
         tokens = tokens[:-1]
@@ -161,6 +161,7 @@ class PyTorchEngine:
 
     def beam_search(
         self, rows: Sequence[list[int]], config: DecodingConfig, prefix: Sequence[Sequence[int]] | None = None,
+        with_scores: bool = True,
     ) -> list[list[Hypothesis]]:
         """Translate a batch.
 
@@ -283,15 +284,20 @@ class CTranslate2Engine:
 
     def beam_search(
         self, rows: Sequence[list[int]], config: DecodingConfig, prefix: Sequence[Sequence[int]] | None = None,
+        with_scores: bool = True,
     ) -> list[list[Hypothesis]]:
         """Translate a batch. Raises ValueError for a prefix of the wrong size, FloatingPointError for NaN.
 
         :param rows: source ids of each sentence, EOS included
         :param prefix: ids that each translation begins with
+        :param with_scores: False: NaN in place of scores where that is faster
         :return: the `n_best` hypotheses of each sentence, best first
         """
         if config.min_length or config.no_repeat_ngram_size:
             return self.fall_back('our min_length and no_repeat_ngram_size').beam_search(rows, config, prefix)
+        if config.beam_size == 1 and not (with_scores or any(prefix or ())) and self.translator.device == 'cpu':
+            found = self.token_by_token(rows, config.max_extra_tokens) # on a GPU, an overflow might go unnoticed
+            return [[Hypothesis(ids, math.nan, math.nan)] for ids in found]
         search = BatchSearch(self, rows, config, prefix)
         if config.beam_size == 1 or config.patience is not None:
             return until_enough(search)
@@ -320,14 +326,22 @@ class CTranslate2Engine:
         sampling_distribution(torch.zeros(1, 2), temperature, top_k, top_p) # checks the settings
         if generator is not None:
             return self.pytorch.sample(rows, temperature, top_k, top_p, generator, max_extra_tokens)
+        return self.token_by_token(rows, max_extra_tokens, sampling_temperature=temperature, sampling_topk=top_k,
+                                   sampling_topp=top_p)
+
+    def token_by_token(self, rows: Sequence[list[int]], max_extra_tokens: int, **sampling) -> list[list[int]]:
+        "Return ids of the most probable tokens, or of drawn ones. Raises FloatingPointError for NaN."
         limits = [min(len(row) + max_extra_tokens, self.max_len) for row in rows]
         found = self.translator.translate_batch(
-            self.to_tokens(row[:-1] for row in rows), beam_size=1, sampling_temperature=temperature,
-            sampling_topk=top_k, sampling_topp=top_p, min_decoding_length=0,
-            max_decoding_length=max(limits), max_input_length=0)
-        return [self.to_ids(result.hypotheses[0])[:limit] for result, limit in zip(found, limits)]
+            self.to_tokens(row[:-1] for row in rows), beam_size=1, min_decoding_length=0,
+            max_decoding_length=max(limits), max_input_length=0,
+            max_batch_size=math.ceil(len(rows) / self.n_workers), **sampling)
+        results = [self.to_ids(result.hypotheses[0])[:limit] for result, limit in zip(found, limits)]
+        if any(PAD in ids for ids in results): # the first of equals: on a CPU, it wins if all logits are NaN
+            raise FloatingPointError(NAN_LOGITS)
+        return results
 
-FORMAT = 1 # of a conversion: increase it to convert every model anew
+FORMAT = 2 # of a conversion: increase it to convert every model anew
 CONVERTED = ('model.bin', 'config.json', 'shared_vocabulary.json') # files that CTranslate2 reads
 
 def conversion_name(folder: str | Path) -> str:
@@ -434,17 +448,3 @@ def ctranslate2_obstacle(model: nn.Module, device: str) -> Exception | None:
     if kind != 'cpu' and not (kind == 'cuda' and library.get_cuda_device_count()):
         return ValueError(f'it does not run on {device} here')
     return None
-
-def decoded(tokenizer: Tokenizer, ids: list[int], prefix: str, prefix_ids: list[int]) -> str:
-    "Return ids as text. A prefix with characters that the vocabulary lacks stays as it was given."
-    text = tokenizer.decode(ids)
-    if UNK in prefix_ids:
-        decoded_prefix = tokenizer.decode(prefix_ids)
-        if text.startswith(decoded_prefix):
-            return prefix.rstrip() + text[len(decoded_prefix):]
-    return text
-
-def shared_copy(model: nn.Module) -> nn.Module:
-    "Return a copy that shares all tensors: recording on it does not touch a model that other threads use."
-    memo = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    return copy.deepcopy(model, memo) # deepcopy does not copy what its memo holds

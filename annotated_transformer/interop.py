@@ -3,11 +3,12 @@
 """Other implementations: convert models to and from PyTorch and transformers (Marian), export them to CTranslate2 and
 ONNX, and check that the tokens stay the same."""
 
-__all__ = ['TORCH_NAMES', 'CTRANSLATE2_NAMES', 'OTHER_SEARCH', 'require', 'decoding_config', 'read_model_folder', 'torch_pairs',
-           'to_torch_transformer', 'torch_settings', 'ModuleFields', 'from_torch_transformer', 'read_generation',
-           'import_marian', 'marian_generation', 'export_marian', 'ctranslate2_library', 'fill_slot', 'find_slot',
-           'fill_stack', 'require_ctranslate2', 'ctranslate2_spec', 'export_ctranslate2']
+__all__ = ['TORCH_NAMES', 'CTRANSLATE2_NAMES', 'OTHER_SEARCH', 'require', 'decoding_config', 'read_model_folder', 'shared_copy',
+           'torch_pairs', 'to_torch_transformer', 'torch_settings', 'ModuleFields', 'from_torch_transformer',
+           'read_generation', 'import_marian', 'marian_generation', 'export_marian', 'ctranslate2_library', 'fill_slot',
+           'find_slot', 'fill_stack', 'require_ctranslate2', 'ctranslate2_spec', 'export_ctranslate2']
 
+import copy
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -124,6 +125,11 @@ def read_model_folder(folder: str | Path) -> tuple[nn.Module, Tokenizer, dict]:
     training = read_json(path) if path.is_file() else training_record(folder) # a checkpoint has none
     decoding_config(training, path) # raises ValueError for invalid settings
     return model, tokenizer, training
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    "Return a copy that shares all tensors: recording on it does not touch a model that other threads use."
+    memo = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    return copy.deepcopy(model, memo) # deepcopy does not copy what its memo holds
 
 def torch_pairs(
     ours: Encoder | Decoder,
@@ -384,6 +390,10 @@ def export_ctranslate2(model_folder: str | Path, folder: str | Path, quantizatio
         raise ValueError(f'quantization={quantization!r} is unknown: choose one of {", ".join(known)}')
     folder = check_new_folder(folder)
     model, tokenizer, training = read_model_folder(model_folder)
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all(): # int8 would turn NaN into ordinary numbers
+            raise ValueError(f'{model_folder}: {name} in model.safetensors has NaN or infinite numbers: '
+                             'its weights are damaged')
     spec = ctranslate2_spec(model, tokenizer)
     spec.validate()
     spec.optimize(quantization=quantization)

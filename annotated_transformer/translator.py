@@ -23,17 +23,18 @@ from .batches import pad_rows
 from .checkpoints import save_model
 from .decoding import score_translations
 from .distributed import usable_device
-from .engines import CTranslate2Engine, PyTorchEngine, choose_engine, decoded, shared_copy
+from .engines import CTranslate2Engine, PyTorchEngine, choose_engine
 from .files import atomic_write, check_path, to_json
 from .hub import FILES, download_folder, upload_folder, write_model_card
 from .inference import DecodingConfig
-from .interop import decoding_config, read_model_folder
+from .interop import decoding_config, read_model_folder, shared_copy
 from .kernels import accelerate
 from .progress import Bar, new_bar
 from .run_folder import check_new_model
-from .text_streams import (
-    InputReport, SampleSettings, Text, Texts, TranslateSettings, buffered, changed_settings, length_groups,
-    refuse_unknown, refuse_unnamed, require, require_numbers, require_pairs, require_prefix, with_prefixes)
+from annotated_transformer.text_streams import (
+    InputReport, NBestSettings, SampleSettings, Text, Texts, TranslateSettings, buffered, changed_settings, decoded,
+    length_groups, refuse_unknown, refuse_unnamed, require, require_numbers, require_pairs, require_prefix,
+    with_prefixes)
 from .vocabulary import BOS, EOS, UNK, Tokenizer
 
 SHIPPED = Path(str(files('annotated_transformer'))) / 'data/toy-ende' # the model that comes with the package
@@ -150,7 +151,7 @@ class Translation:
 
 def translate_rows(
     translator: TextModel, rows: list[list[int]], prefixes: list[str], prefix_ids: list[list[int]],
-    config: DecodingConfig, batch_tokens: int, bar: Bar,
+    config: DecodingConfig, batch_tokens: int, scores: bool, bar: Bar,
 ) -> list[list[Translation]]:
     """Translate sentences in groups of similar length.
 
@@ -163,7 +164,7 @@ def translate_rows(
     bar.update(sum(row == [EOS] for row in rows)) # empty sentences are in no group
     for group in length_groups(rows, batch_tokens // config.beam_size):
         group_rows = [rows[i] for i in group]
-        found = translator.engine.beam_search(group_rows, config, [prefix_ids[i] for i in group])
+        found = translator.engine.beam_search(group_rows, config, [prefix_ids[i] for i in group], scores)
         for i, hypotheses in zip(group, found):
             texts = [decoded(translator.tokenizer, h.ids, prefixes[i], prefix_ids[i]) for h in hypotheses]
             results[i] = [Translation(text, h.normalized_score, h.log_prob) for text, h in zip(texts, hypotheses)]
@@ -171,16 +172,16 @@ def translate_rows(
     return results
 
 def translate_stream(
-    translator: TextModel, buffers: Iterable[list[tuple]], config: DecodingConfig, batch_tokens: int, strict: bool,
-    progress_bar: bool, total: int | None,
+    translator: TextModel, buffers: Iterable[list[tuple]], config: DecodingConfig, batch_tokens: int, scores: bool,
+    on_error: str, progress_bar: bool, total: int | None,
 ) -> Iterator[list[Translation]]:
     """Translate buffer by buffer. Warnings come at the end.
 
     :param buffers: each item: a text, and its prefix or None
-    :param strict: an unreadable line raises ValueError
+    :param on_error: 'stop': an unreadable line raises ValueError
     :param total: number of sentences, if it is known
     """
-    report = translator.new_report('sentences', strict)
+    report = translator.new_report('sentences', on_error == 'stop')
     prefix_report = translator.new_report('prefixes')
     try:
         with new_bar(total=total, unit='sentence', disable=not progress_bar) as bar:
@@ -188,9 +189,8 @@ def translate_stream(
                 texts = [report.read(text) for text, _ in buffer]
                 rows = translator.encode(texts, 'src', report)
                 prefixes = [prefix or '' for _, prefix in buffer]
-                no_ids = [[]] * len(rows)
-                prefix_ids = translator.encode(prefixes, 'tgt', prefix_report) if any(prefixes) else no_ids
-                yield from translate_rows(translator, rows, prefixes, prefix_ids, config, batch_tokens, bar)
+                prefix_ids = translator.encode(prefixes, 'tgt', prefix_report) if any(prefixes) else [[]] * len(rows)
+                yield from translate_rows(translator, rows, prefixes, prefix_ids, config, batch_tokens, scores, bar)
     finally:
         report.warn()
         prefix_report.warn()
@@ -361,7 +361,7 @@ class Translator(ScoringModel):
             text, 1, prefix=prefix, beam_size=beam_size, length_penalty=length_penalty,
             length_penalty_offset=length_penalty_offset, max_extra_tokens=max_extra_tokens, min_length=min_length,
             no_repeat_ngram_size=no_repeat_ngram_size, patience=patience, batch_tokens=batch_tokens,
-            buffer_size=buffer_size, on_error=on_error, progress_bar=progress_bar, total=total)
+            buffer_size=buffer_size, on_error=on_error, progress_bar=progress_bar, total=total, with_scores=False)
         if isinstance(text, (str, bytes)):
             return results[0].text
         best = (translations[0].text for translations in results)
@@ -369,16 +369,16 @@ class Translator(ScoringModel):
 
     @overload
     def translate_n_best(
-        self, text: str | bytes, n_best: int, **settings: Unpack[TranslateSettings]) -> list[Translation]: ...
+        self, text: str | bytes, n_best: int, **settings: Unpack[NBestSettings]) -> list[Translation]: ...
     @overload
     def translate_n_best(
-        self, text: Texts, n_best: int, **settings: Unpack[TranslateSettings]) -> list[list[Translation]]: ...
+        self, text: Texts, n_best: int, **settings: Unpack[NBestSettings]) -> list[list[Translation]]: ...
     @overload
     def translate_n_best(
-        self, text: Iterable, n_best: int, **settings: Unpack[TranslateSettings]) -> Iterator[list[Translation]]: ...
+        self, text: Iterable, n_best: int, **settings: Unpack[NBestSettings]) -> Iterator[list[Translation]]: ...
     def translate_n_best(
         self, text, n_best: int, *, prefix=None, batch_tokens=4096, buffer_size=2048, on_error='skip',
-        progress_bar=False, total=None, **settings,
+        progress_bar=False, total=None, with_scores=True, **settings,
     ):
         """Return the best translations of each sentence, best first, with their scores.
 
@@ -392,6 +392,7 @@ class Translator(ScoringModel):
         :param on_error: 'skip' or 'stop'
         :param progress_bar: show it on the standard error stream
         :param total: number of sentences of an iterable, for the progress bar
+        :param with_scores: False: they may be NaN, which makes greedy search in CTranslate2 faster
         :param settings: as for `translate`: beam_size, length_penalty, ..., patience
         :return: list[Translation] for a sentence; a list or an iterator of such lists for many
         """
@@ -412,10 +413,9 @@ class Translator(ScoringModel):
         if is_single or is_list: # group all sentences at once
             total = len(texts)
             buffers = [list(items)]
-        results = translate_stream(self, buffers, config, batch_tokens, on_error == 'stop', progress_bar, total)
-        if is_single:
-            return list(results)[0]
-        return list(results) if is_list else results
+        results = translate_stream(self, buffers, config, batch_tokens, with_scores, on_error, progress_bar, total)
+        found = list(results) if is_single or is_list else results
+        return found[0] if is_single else found
 
     def attention(self, text: str, translation: str | None = None) -> AttentionMaps:
         """Return the attention weights of every layer and head for one sentence pair. Thread-safe.

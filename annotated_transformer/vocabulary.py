@@ -57,12 +57,11 @@ class Tokenizer:
     def tokens(self, ids: Iterable[SupportsInt]) -> list[str]:
         "Return each id's token. Raises ValueError for an id outside the vocabulary."
         size = len(self)
-        tokens = []
-        for i in map(int, ids):
+        ids = list(map(int, ids))
+        for i in ids:
             if not 0 <= i < size:
                 raise ValueError(f'id {i} is not in [0, {size}), the ids of this tokenizer')
-            tokens.append(self.token(i))
-        return tokens
+        return [self.token(i) for i in ids]
 
     def unknown(self, text: str, lang: str | None = None) -> list[str]:
         "Return the characters of a text that the vocabulary lacks, each once; a word tokenizer returns words."
@@ -75,11 +74,11 @@ class Tokenizer:
 
         Raises ValueError for an id outside the vocabulary.
         """
-        ids = [int(i) for i in ids]
+        ids = list(map(int, ids))
         if EOS in ids:
             ids = ids[:ids.index(EOS)]
-        tokens = self.tokens(i for i in ids if i not in (PAD, BOS))
-        return self.join([UNKNOWN if token == SPECIALS[UNK] else token for token in tokens])
+        ids = [i for i in ids if i != PAD and i != BOS]
+        return self.join([UNKNOWN if i == UNK else token for i, token in zip(ids, self.tokens(ids))])
 
     def word(self, i: int) -> str:
         "Return the word that a token stands for, or '' for special tokens and later parts of words."
@@ -126,12 +125,15 @@ class BytePairTokenizer(Tokenizer):
     :param langs: languages that it was trained on; all are encoded in the same way
     """
     kind = 'bpe'
+    max_characters = 1 << 18 # of the words in `known`
     def __init__(self, model, langs: Sequence[str] = ()):
         self.vocabulary = [model.id_to_token(i) for i in range(model.get_vocab_size())]
         check_specials(self.vocabulary)
         self.model = model
         self.langs = tuple(langs)
         self.model.encode_special_tokens = True # read '<eos>' in a text as ordinary text; files do not store this
+        self.known = {} # ids of words that have occurred
+        self.n_characters = 0 # of these words
 
     @classmethod
     def train(
@@ -163,13 +165,21 @@ class BytePairTokenizer(Tokenizer):
         return cls(model, [lang for lang, _ in texts])
 
     def encode_batch(self, texts: Iterable[str], lang: str | None = None) -> list[list[int]]:
-        "Return the ids of many texts."
-        texts = [replace_surrogates(text) for text in texts]
-        ids = []
-        for i in range(0, len(texts), 1000): # in parts: an `Encoding` is much larger than its ids
-            encodings = self.model.encode_batch_fast(texts[i:i + 1000], add_special_tokens=False)
-            ids += [encoding.ids for encoding in encodings]
-        return ids
+        "Return the ids of many texts: those of their words, each of which `tokenizers` has to encode only once."
+        texts = list(texts)
+        rows = []
+        for start in range(0, len(texts), 1000): # in parts: an `Encoding` is much larger than its ids
+            sentences = [normalized_words(text) for text in texts[start:start + 1000]]
+            known = self.known # another thread may replace it meanwhile
+            new = list({word for words in sentences for word in words if word not in known})
+            encodings = self.model.encode_batch_fast(new, add_special_tokens=False)
+            known.update(zip(new, [encoding.ids for encoding in encodings]))
+            rows += [[i for word in words for i in known[word]] for words in sentences]
+            self.n_characters += sum(map(len, new))
+            if self.n_characters > self.max_characters: # start anew
+                self.known = {}
+                self.n_characters = 0
+        return rows
 
     def token(self, i: int) -> str:
         return self.vocabulary[i]
@@ -270,8 +280,7 @@ class WordTokenizer(Tokenizer):
                 counts.update(splitter.split(text, lang))
         words = [word for word in counts if counts[word] >= min_freq and word not in SPECIALS]
         words.sort(key=lambda word: (-counts[word], word))
-        vocabulary = [*SPECIALS, *words]
-        return cls(vocabulary[:vocab_size], splitter.langs)
+        return cls([*SPECIALS, *words][:vocab_size], splitter.langs)
 
     def split(self, text: str, lang: str | None) -> list[str]:
         "Return the words of a text, with joiners. Raises ValueError for an unknown language."
@@ -283,10 +292,7 @@ class WordTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Iterable[str], lang: str | None = None) -> list[list[int]]:
         "Return the ids of many texts. Raises ValueError for an unknown language."
-        rows = []
-        for text in texts:
-            rows.append([self.id_of(word) for word in self.split(text, lang)])
-        return rows
+        return [[self.id_of(word) for word in self.split(text, lang)] for text in texts]
 
     def unknown(self, text: str, lang: str | None = None) -> list[str]:
         words = [word for word in self.split(text, lang) if self.id_of(word) == UNK]

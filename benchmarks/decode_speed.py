@@ -9,7 +9,8 @@
     python benchmarks/decode_speed.py --sentences 40 --rounds 1 --out quick.json        # try it
 
 The record is written after every cell of the table. Run the same command again to measure the cells that are missing;
-`--cells 2` stops after two of them.
+`--cells 2` stops after two of them. `--again 64` measures the cells of this batch size again, and leaves the others as
+they are; each row of the record says when it was measured.
 
 How it measures:
 
@@ -25,8 +26,8 @@ How it measures:
   its own.
 - A model with random weights never ends a translation: each has as many tokens as its source, EOS included. A
   stopping rule then makes no difference, so there are no rows for it.
-- `ids` is from token ids to token ids, `text` from text to text; both are measured in the same rounds. Batches are
-  sorted by length. A batch of 1 gives the latency of single sentences: median and 95th percentile.
+- `ids` is from token ids to token ids, `text` from text to text; both are measured in the same rounds, in the same
+  batches, sorted by the number of ids. A batch of 1 gives the latency of single sentences: median and 95th percentile.
 
 The model must be one that all engines can hold: post-norm, sinusoidal positions.
 """
@@ -40,6 +41,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -176,11 +178,11 @@ def batches_of(rows, size):
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
     return [order[start:start + size] for start in range(0, len(order), size)]
 
-def run_cell(translate, rows, beam, size):
+def run_cell(translate, rows, batches, beam):
     "Translate all rows in batches. Return the seconds of each batch and the outputs in the order of the rows."
     outputs = [None] * len(rows)
     seconds = []
-    for batch in batches_of(rows, size):
+    for batch in batches:
         start = time.perf_counter()
         found = translate([rows[i] for i in batch], beam)
         seconds.append(time.perf_counter() - start)
@@ -198,7 +200,8 @@ def work(args):
         rows = prepared['texts' if cell['unit'] == 'text' else 'rows'][:cell['sentences']]
         if cell['warm_up']:
             rows = rows[:2 * cell['batch']] if cell['batch'] > 1 else rows[:5]
-        seconds, outputs = run_cell(translate, rows, cell['beam'], cell['batch'])
+        batches = batches_of(prepared['rows'][:len(rows)], cell['batch']) # the same for texts as for ids
+        seconds, outputs = run_cell(translate, rows, batches, cell['beam'])
         digests = [hashlib.sha256(json.dumps(output).encode()).hexdigest()[:12] for output in outputs]
         n_tokens = sum(len(output) + 1 for output in outputs) if cell['unit'] == 'ids' else None
         print(json.dumps({'seconds': seconds, 'n_tokens': n_tokens, 'digests': digests}), flush=True)
@@ -350,6 +353,7 @@ def measure_cell(args, path, cell):
         for worker in workers.values():
             worker.stop()
     rows = []
+    now = f'{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC'
     for name, unit in pairs:
         seconds = {threads: median_seconds(results[name, unit, threads]) for threads in args.thread_counts}
         best = min(seconds, key=seconds.get)
@@ -357,7 +361,7 @@ def measure_cell(args, path, cell):
         first = next(key for key in results if key[1] == unit)
         same = sum(a == b for a, b in zip(found[0]['digests'], results[first][0]['digests']))
         row = {**cell, 'unit': unit, 'engine': name, 'threads': best, 'seconds_by_threads': seconds,
-               'same_as_first': same, **summary(found, cell)}
+               'same_as_first': same, 'measured': now, **summary(found, cell)}
         rows.append(row)
         print(f"{unit:4} beam {row['beam']} batch {row['batch']:2} {name:58} "
               f"{row['threads']} threads {row['sentences_per_second']:8.1f} sentences/s "
@@ -366,18 +370,39 @@ def measure_cell(args, path, cell):
     return rows
 
 def measure(args, path, record, out):
-    "Measure the cells that the record lacks, and write it after each."
+    "Measure the cells that the record lacks, and those to measure again. Write the record after each."
     from annotated_transformer.files import atomic_write, to_json
     n_measured = 0
     for cell in cells_of(args):
-        if any(cell.items() <= row.items() for row in record['metrics']):
+        others = [row for row in record['metrics'] if not cell.items() <= row.items()]
+        if len(others) < len(record['metrics']) and cell['batch'] not in args.again:
             continue
         if args.cells is not None and n_measured == args.cells:
             print('run the same command again to measure the rest')
             return
-        record['metrics'] += measure_cell(args, path, cell)
+        record['metrics'] = others + measure_cell(args, path, cell)
+        record['metrics'].sort(key=lambda row: (row['beam'], row['batch']))
         atomic_write(out, to_json(record))
         n_measured += 1
+
+def continue_record(record, old, again):
+    """Take the rows of an earlier record of the same measurement.
+
+    To measure some of its cells again, the record must be one of the same measurement; it keeps its command and its date.
+    """
+    different = [key for key in ('settings', 'weights_sha256', 'cpu_model', 'cpu_flags', 'versions')
+                 if json.loads(json.dumps(record[key])) != old.get(key)]
+    if again and different:
+        sys.exit(f'--again: this record does not exist, or differs from this measurement in {", ".join(different)}')
+    if different:
+        return
+    for row in old['metrics']:
+        row.setdefault('measured', old['date'])
+    record['metrics'] = old['metrics']
+    if again:
+        now = {key: record[key] for key in ('command', 'date')}
+        record |= {'command': old['command'], 'date': old['date']}
+        record['measured_again'] = [*old.get('measured_again', []), now]
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -396,6 +421,8 @@ def arguments():
                         help=f'default: all of {"; ".join(ENGINES)}')
     parser.add_argument('--old', type=Path, help='a checkout of version 0.1.0: compare with its engine and its model')
     parser.add_argument('--cells', type=int, help='stop after so many cells (default: measure all that are missing)')
+    parser.add_argument('--again', type=int, nargs='+', default=[], metavar='BATCH',
+                        help='measure these batch sizes again, although the record has them')
     parser.add_argument('--name', help='of the record (decode-speed, or decode-speed-SIZE)')
     parser.add_argument('--out', type=Path, help='the record (default: benchmarks/results/NAME.json)')
     parser.add_argument('--worker', choices=[*ENGINES, OLD], help=argparse.SUPPRESS)
@@ -437,9 +464,7 @@ def main():
             import ctranslate2
             record['versions'] |= {'ctranslate2': ctranslate2.__version__}
         old = read_json(out, {})
-        same = ('settings', 'weights_sha256', 'cpu_model', 'cpu_flags', 'versions')
-        if all(json.loads(json.dumps(record[key])) == old.get(key) for key in same):
-            record['metrics'] = old['metrics']
+        continue_record(record, old, args.again)
         measure(args, path, record, out)
 
 

@@ -185,14 +185,73 @@ def test_never_pad_or_bos(tmp_path):
     assert not {PAD, BOS} & {i for hypotheses in found for i in hypotheses[0].ids} | {PAD, BOS} & set(sum(drawn, []))
 
 
-def test_damaged_weights_are_reported(tmp_path):
+@pytest.mark.parametrize('compute_type', ['float32', 'int8'])
+@pytest.mark.parametrize('number', [math.nan, math.inf])
+def test_damaged_weights_are_not_converted(tmp_path, compute_type, number):
+    "One number is enough. In int8, CTranslate2 would turn it into an ordinary one, and translate."
     folder = write_model(tmp_path / 'model')
     broken = Translator.load(folder, 'cpu')
     with torch.no_grad():
-        broken.model.lm_head.weight[:] = math.nan
+        broken.model.decoder.layers[0].feed_forward.linear1.weight[3, 5] = number
     broken.save(folder, overwrite=True)
+    for engine in ('auto', 'ctranslate2'):
+        with pytest.raises(ValueError, match='model: decoder.layers.0.*weight in model.safetensors has NaN or infinite'):
+            Translator.load(folder, 'cpu', engine, compute_type)
+    assert not conversions(folder)
+
+
+@pytest.mark.parametrize('compute_type', ['float32', 'int8'])
+@pytest.mark.parametrize('call', [
+    lambda t: t.translate('w1 w2', beam_size=1), lambda t: t.translate('w1 w2', beam_size=1, prefix='w3'),
+    lambda t: t.translate('w1 w2'), lambda t: t.translate_n_best('w1 w2', 1, beam_size=1),
+    lambda t: t.sample('w1 w2')], ids=['greedy', 'prefix', 'beam', 'scores', 'sample'])
+def test_weights_that_overflow_are_reported(tmp_path, compute_type, call):
+    "Finite weights whose products are infinite: the logits are NaN."
+    folder = write_model(tmp_path / 'model')
+    broken = Translator.load(folder, 'cpu')
+    with torch.no_grad():
+        broken.model.encoder.layers[0].feed_forward.linear1.weight[:] = 3e38
+        broken.model.encoder.layers[0].feed_forward.linear2.weight[:] = 3e38
+    broken.save(folder, overwrite=True)
+    translator = Translator.load(folder, 'cpu', 'ctranslate2', compute_type)
     with pytest.raises(FloatingPointError, match='its weights are damaged'):
-        Translator.load(folder, 'cpu', 'ctranslate2').translate('w1 w2')
+        call(translator)
+
+
+def test_greedy_text_needs_no_scores(shipped, monkeypatch):
+    "Without scores, CTranslate2 is asked for less; each translation stops at its own limit."
+    engine = shipped[1].engine
+    asked = []
+
+    class Recorder:
+        device = 'cpu'
+        def translate_batch(self, rows, *args, **options):
+            asked.append(options.get('return_scores', False))
+            return original.translate_batch(rows, *args, **options)
+        def score_batch(self, *args, **options):
+            return original.score_batch(*args, **options)
+
+    original = engine.translator
+    monkeypatch.setattr(engine, 'translator', Recorder())
+    for extra in (0, 1, 50):
+        settings = {'beam_size': 1, 'max_extra_tokens': extra}
+        asked.clear()
+        texts = shipped[1].translate(TEXTS, **settings)
+        assert asked == [False] and texts == shipped[0].translate(TEXTS, **settings)
+        for changes, n_best in (({}, 1), ({'prefix': 'Die'}, 1), ({'beam_size': 4, 'patience': 1.0}, 3)):
+            asked.clear()
+            ways = shipped[1].translate_n_best(TEXTS, n_best, **settings | changes)
+            assert all(asked) and not math.isnan(ways[0][0].log_prob)
+            assert not changes == {} or [way[0].text for way in ways] == texts
+
+
+@pytest.mark.parametrize('compute_type', ['float32', 'int8', 'int8_float32'])
+def test_text_is_the_same_with_and_without_scores(compute_type):
+    translator = Translator.load(SHIPPED, 'cpu', 'ctranslate2', compute_type)
+    texts = [pair.src for pair in toy_ende('test', n=300)]
+    for beam_size in (1, 4):
+        ways = translator.translate_n_best(texts, 1, beam_size=beam_size, patience=1.0)
+        assert translator.translate(texts, beam_size=beam_size, patience=1.0) == [way[0].text for way in ways]
 
 
 def test_threads_share_an_engine(shipped):

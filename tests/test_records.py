@@ -1,4 +1,5 @@
 "What the scripts in benchmarks/ write into records, and what they refuse to overwrite."
+import argparse
 import ast
 import gzip
 import json
@@ -1100,6 +1101,62 @@ def measured(script, out, *flags):
     command = [sys.executable, Path(__file__).parents[1] / 'benchmarks' / script, '--out', out, '--rounds', '2', *flags]
     subprocess.run(command, check=True, timeout=600)
     return json.loads(out.read_text())
+
+
+def test_decode_speed_measures_some_batch_sizes_again(tmp_path, monkeypatch):
+    "The others stay as they are. Another machine or other settings are refused."
+    import decode_speed
+    args = argparse.Namespace(beams=[1, 4], batches=[1, 8, 64], sentences=20, cells=None, again=[])
+    speeds = iter(range(100))
+
+    def row_of(args, path, cell):
+        return [{**cell, 'speed': next(speeds), 'measured': 'now'}]
+
+    monkeypatch.setattr(decode_speed, 'measure_cell', row_of)
+    out = tmp_path / 'decode.json'
+    same = {'settings': {'rounds': 5}, 'weights_sha256': 'a', 'cpu_model': 'b', 'cpu_flags': ['c'], 'versions': {}}
+    first = {**same, 'command': 'first', 'date': 'yesterday', 'metrics': []}
+    decode_speed.measure(args, tmp_path, first, out)
+    old = json.loads(out.read_text())
+    for row in old['metrics']:
+        del row['measured'] # as in records from before
+    again = {**same, 'command': 'second', 'date': 'today', 'metrics': []}
+    args.again = [64]
+    decode_speed.continue_record(again, old, args.again)
+    decode_speed.measure(args, tmp_path, again, out)
+    new = json.loads(out.read_text())
+    assert [(row['beam'], row['batch'], row['speed'], row['measured']) for row in new['metrics']] == [
+        (1, 1, 0, 'yesterday'), (1, 8, 1, 'yesterday'), (1, 64, 6, 'now'),
+        (4, 1, 3, 'yesterday'), (4, 8, 4, 'yesterday'), (4, 64, 7, 'now')]
+    assert (new['command'], new['date']) == ('first', 'yesterday')
+    assert new['measured_again'] == [{'command': 'second', 'date': 'today'}]
+    with pytest.raises(SystemExit, match='differs from this measurement in cpu_model'):
+        decode_speed.continue_record({**again, 'cpu_model': 'another'}, new, [64])
+    with pytest.raises(SystemExit, match='does not exist'):
+        decode_speed.continue_record(again, {}, [64])
+    other = {**again, 'settings': {'rounds': 1}, 'metrics': []}
+    decode_speed.continue_record(other, new, [])
+    assert other['metrics'] == []
+
+
+def test_decode_speed_translates_texts_in_the_batches_of_their_ids(tmp_path, monkeypatch, capsys):
+    import decode_speed
+    seen = []
+
+    def note(items, beam):
+        seen.append(items)
+        return [[] for _ in items]
+
+    monkeypatch.setattr(decode_speed, 'make_engine', lambda *args: (note, note))
+    rows = [[1] * n for n in (3, 7, 5, 1)]
+    texts = ['a long text of few tokens', 'b', 'c', 'd'] # by characters, the order would be another
+    prepared = tmp_path / 'prepared.json'
+    prepared.write_text(json.dumps({'rows': rows, 'texts': texts}))
+    cell = {'beam': 1, 'batch': 2, 'sentences': 4, 'warm_up': False}
+    lines = [json.dumps({**cell, 'unit': unit}) + '\n' for unit in ('ids', 'text')]
+    monkeypatch.setattr(sys, 'stdin', lines)
+    decode_speed.work(argparse.Namespace(prepared=prepared, worker='name', thread_counts=[1], device='cpu'))
+    assert seen == [[rows[1], rows[2]], [rows[0], rows[3]], [texts[1], texts[2]], [texts[0], texts[3]]]
 
 
 @pytest.mark.slow

@@ -121,6 +121,37 @@ def test_byte_pairs_of_unusual_text(pairs):
     assert bpe.encode_batch(texts) == [bpe.encode(text) for text in texts]
 
 
+def test_known_words_are_looked_up(pairs, monkeypatch):
+    "In any order, and after the tokenizer has started anew, the ids are those of the library for the whole text."
+    bpe = train_tokenizer('bpe', pairs, LANGS, 400)
+    texts = [text for pair in pairs for text in pair]
+    texts += ['<eos> <pad>dog', 'cafe\u0301\u00a0 au\tlait', 'a▁b ▁ a中文b. (x)!?', ' ', '\ud83d dog', "don't, 3.5\x1ca\x85b",
+              'e\u0301\u0301 \u0301x', '\ufeffThe \u200b dog\u3000sleeps']
+    whole = [bpe.model.encode(vocabulary.replace_surrogates(text), add_special_tokens=False).ids for text in texts]
+    assert bpe.encode_batch(texts) == whole and bpe.encode_batch(texts[::-1]) == whole[::-1]
+    words = {word for text in texts for word in vocabulary.normalized_words(text)}
+    assert bpe.known.keys() == words and bpe.n_characters == sum(map(len, words))
+    asked = []
+    monkeypatch.setattr(bpe, 'model', Recorder(bpe.model, asked))
+    assert bpe.encode_batch([*texts, 'unheard']) == [*whole, bpe.encode('unheard')]
+    assert sum(asked, []) == ['unheard']
+    monkeypatch.setattr(bpe, 'max_characters', 100)
+    for start in range(0, len(texts), 10): # forgets, again and again
+        assert bpe.encode_batch(texts[start:start + 10]) == whole[start:start + 10]
+        assert bpe.n_characters <= 100 and sum(map(len, bpe.known)) == bpe.n_characters
+
+
+class Recorder:
+    "A tokenizer of the library that notes what it is asked for."
+    def __init__(self, model, asked):
+        self.model = model
+        self.asked = asked
+
+    def encode_batch_fast(self, texts, **options):
+        self.asked.append(texts)
+        return self.model.encode_batch_fast(texts, **options)
+
+
 # --- words
 
 def test_words_are_those_of_the_training_texts(pairs):
