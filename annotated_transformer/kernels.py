@@ -5,7 +5,7 @@ check that the results agree."""
 
 __all__ = ['SMALL', 'ONEDNN_CACHES', 'CACHE_CAPACITY', 'fused_attention', 'to_bfloat16', 'to_float32',
            'trains_in_bfloat16_on_cpu', 'mask_kind', 'smoothed_loss_and_gradient', 'ChunkedLoss', 'chunked_loss',
-           'linear_cross_entropy', 'summed_loss', 'validate', 'FastDropout', 'accelerate', 'fused_qkv',
+           'linear_cross_entropy', 'summed_loss', 'validate', 'FastDropout', 'cast_once', 'accelerate', 'fused_qkv',
            'suitable_threads', 'r_drop_loss_and_gradient', 'r_drop_loss', 'bound_onednn_caches', 'LossModule']
 
 import math
@@ -247,6 +247,18 @@ class FastDropout(nn.Dropout):
         keep = torch.ge(draws, n_dropped - 2**15, out=x.new_empty(x.numel())) # 1.0 or 0.0
         return x * keep.mul_(levels / (levels - n_dropped)).view(x.shape)
 
+def cast_once(mha: MultiHeadAttention, inputs: tuple) -> tuple | None:
+    "Under autocast, cast each input once: otherwise each projection casts it, and keeps a copy for the backward pass."
+    query, key, value, *mask = inputs
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return None
+    dtype = torch.get_autocast_dtype(device)
+    cast_query = query.to(dtype)
+    cast_key = cast_query if key is query else key.to(dtype)
+    cast_value = cast_key if value is key else value.to(dtype)
+    return cast_query, cast_key, cast_value, *mask
+
 def accelerate(model: nn.Module) -> nn.Module:
     """Replace attention and dropout with `fused_attention` and `FastDropout`, in place.
 
@@ -257,6 +269,7 @@ def accelerate(model: nn.Module) -> nn.Module:
             for caller in (module, module.attention_fn): # with rotary positions, an object calls `attention`
                 if getattr(caller, 'attention_fn', None) is attention:
                     caller.attention_fn = fused_attention
+            module.register_forward_pre_hook(cast_once)
         if type(module) is nn.Dropout:
             module.__class__ = FastDropout # another `forward`; `p`, mode and hooks stay
     return model

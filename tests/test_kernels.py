@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 from annotated_transformer import kernels
@@ -270,6 +271,34 @@ def test_training_step_has_the_gradients_of_the_reference():
     assert_close(found, loss, atol=1e-4, rtol=1e-5)
     for a, b in zip(torch.autograd.grad(found, list(model.parameters())), expected):
         assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+def test_projections_share_one_bfloat16_copy_of_their_input():
+    "Under autocast, the backward pass keeps one copy of a self-attention's input instead of three."
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 5, 16)
+    found = []
+    for prepare in (kernels.accelerate, lambda module: module):
+        torch.manual_seed(1)
+        mha = prepare(nn.Sequential(MultiHeadAttention(16, 4)))[0]
+        kept = []
+
+        def keep(saved):
+            if saved.dtype == torch.bfloat16 and saved.numel() == inputs.numel() and saved.size(-1) == 16:
+                kept.append(saved.data_ptr())
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved), torch.autocast('cpu', torch.bfloat16):
+            output = mha(inputs, inputs, inputs)
+        gradients = torch.autograd.grad(output.float().square().sum(), mha.parameters())
+        found.append((kept, output, gradients))
+    (shared, output, gradients), (separate, expected_output, expected) = found
+    assert len(set(separate)) - len(set(shared)) == 2
+    assert_close(output, expected_output, atol=2e-2, rtol=2e-2)
+    for gradient, right in zip(gradients, expected):
+        assert_close(gradient, right, atol=5e-2, rtol=5e-2)
+    kernels_only = kernels.accelerate(nn.Sequential(MultiHeadAttention(16, 4)))[0]
+    assert kernels_only(inputs, inputs, inputs).dtype == torch.float32 # without autocast, nothing is cast
 
 
 def test_accelerate_leaves_other_attention_functions_alone():
