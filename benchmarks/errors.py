@@ -38,8 +38,8 @@ RULES = {
     'repeated word': f'a word, except the {N_FREQUENT} most frequent ones, occurs twice or more, and more often than in '
                      'the reference',
     'unknown word': 'a word that occurs neither in the German training text nor in the reference',
-    'copied source word': f'a source word of {MIN_LETTERS} or more letters that the reference does not have, and that is '
-                          'rare in the German training text',
+    'copied source word': f'a source word of {MIN_LETTERS} or more letters that the translation has and the reference does '
+                          'not, and that is rare in the German training text',
     'lost name': 'a capitalized source word inside the sentence that the reference has and the translation does not',
     'wrong number': 'the digits and number words from 2 to 12 differ from those of the reference',
 }

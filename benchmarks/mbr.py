@@ -36,6 +36,7 @@ SAMPLINGS = {
 }
 COUNTS = 4, 8, 16, 32 # candidates for each sentence
 SEED = 1
+SAMPLES = 1000 # of each paired test
 
 def utilities(tokenized: bool) -> dict:
     "Return the metrics that compare two candidates."
@@ -88,8 +89,8 @@ def tried(candidates: list[list[str]], references: list[str], tokenized: bool) -
 def paired_test(translations: list[str], against: list[str], references: list[str], tokenized: bool) -> dict:
     "Return the difference in BLEU, and in chrF, from other translations, with intervals and p-values over sentences."
     both = translations, against
-    bleu = compare(*[np.array([bleu_counts(texts, references, tokenized)]) for texts in both])
-    chrf = compare(*[np.array([chrf_counts(texts, references)]) for texts in both], mean_chrf)
+    bleu = compare(*[np.array([bleu_counts(texts, references, tokenized)]) for texts in both], samples=SAMPLES)
+    chrf = compare(*[np.array([chrf_counts(texts, references)]) for texts in both], mean_chrf, SAMPLES)
     return bleu | {'chrf': chrf}
 
 def main():

@@ -25,7 +25,7 @@ from record import MAX_ORDER, RESULTS, about, bleu_counts, bleu_of
 NAME = 'paired'
 SEEDS = 1, 2, 3
 PAIRS = [('gpu-tok-r-drop', 'gpu-tok-control')]
-SAMPLES = 1000
+SAMPLES = 10_000 # of the bootstrap, and random swaps
 MAX_CHARACTERS = 6 # of the longest n-grams that chrF counts
 
 def translations_of(name: str) -> list[list[str]]:
@@ -73,7 +73,7 @@ def mean_chrf(counts: np.ndarray) -> float:
     "Return the mean chrF of some systems."
     return float(np.mean([chrf_parts(rows)[0] for rows in counts]))
 
-def compare(ours: np.ndarray, theirs: np.ndarray, mean_score=mean_bleu) -> dict:
+def compare(ours: np.ndarray, theirs: np.ndarray, mean_score=mean_bleu, samples: int = SAMPLES) -> dict:
     """Return the difference of the mean scores, its 95% interval over sentences, and the p-value of random swaps.
 
     Both have the shape (seeds, sentences, counts), with equally many seeds.
@@ -85,14 +85,14 @@ def compare(ours: np.ndarray, theirs: np.ndarray, mean_score=mean_bleu) -> dict:
 
     both = np.concatenate([ours, theirs]).transpose(1, 0, 2) # (sentences, systems, counts)
     found = difference(both)
-    low, high = bootstrap_interval(both, difference, samples=SAMPLES)
+    low, high = bootstrap_interval(both, difference, samples=samples)
     rng = np.random.default_rng(12345)
     n_as_large = 0
-    for _ in range(SAMPLES):
+    for _ in range(samples):
         swapped = rng.integers(2, size=len(both)).astype(bool)
         mixed = np.where(swapped[:, None, None], np.roll(both, n_seeds, axis=1), both)
         n_as_large += abs(difference(mixed)) >= abs(found)
-    return {'difference': found, 'low': low, 'high': high, 'p_value': (n_as_large + 1) / (SAMPLES + 1)}
+    return {'difference': found, 'low': low, 'high': high, 'p_value': (n_as_large + 1) / (samples + 1)}
 
 def describe(bleu_rows: np.ndarray, chrf_rows: np.ndarray) -> dict:
     "Return what a record holds of a setting: a list with a value for each seed."
