@@ -4,7 +4,7 @@
 ONNX, and check that the tokens stay the same."""
 
 __all__ = ['TORCH_NAMES', 'CTRANSLATE2_NAMES', 'OTHER_SEARCH', 'require', 'decoding_config', 'read_model_folder', 'shared_copy',
-           'torch_pairs', 'to_torch_transformer', 'torch_settings', 'ModuleFields', 'from_torch_transformer',
+           'decoded', 'torch_pairs', 'to_torch_transformer', 'torch_settings', 'ModuleFields', 'from_torch_transformer',
            'read_generation', 'import_marian', 'marian_generation', 'export_marian', 'ctranslate2_library', 'fill_slot',
            'find_slot', 'fill_stack', 'require_ctranslate2', 'ctranslate2_spec', 'export_ctranslate2']
 
@@ -130,6 +130,15 @@ def shared_copy(model: nn.Module) -> nn.Module:
     "Return a copy that shares all tensors: recording on it does not touch a model that other threads use."
     memo = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return copy.deepcopy(model, memo) # deepcopy does not copy what its memo holds
+
+def decoded(tokenizer: Tokenizer, ids: list[int], prefix: str, prefix_ids: list[int]) -> str:
+    "Return ids as text. A prefix with characters that the vocabulary lacks stays as it was given."
+    text = tokenizer.decode(ids)
+    if UNK in prefix_ids:
+        decoded_prefix = tokenizer.decode(prefix_ids)
+        if text.startswith(decoded_prefix):
+            return prefix.rstrip() + text[len(decoded_prefix):]
+    return text
 
 def torch_pairs(
     ours: Encoder | Decoder,

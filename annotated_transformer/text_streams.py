@@ -5,8 +5,8 @@
 __all__ = ['FLUSH', 'LINE_BREAK', 'MAX_NAMED', 'Text', 'Texts', 'FLOAT_SETTINGS', 'RANGES', 'OTHER_NAMES', 'COUNTS',
            'SAMPLING_SETTINGS', 'length_groups', 'buffered', 'to_text', 'ProblemCount', 'printable', 'warn',
            'InputReport', 'SentenceSplitter', 'TranslateSettings', 'NBestSettings', 'SampleSettings', 'require',
-           'require_pairs', 'with_prefixes', 'require_prefix', 'decoded', 'require_numbers', 'refuse_unknown',
-           'refuse_unnamed', 'changed_settings']
+           'require_pairs', 'with_prefixes', 'require_prefix', 'require_numbers', 'refuse_unknown', 'refuse_unnamed',
+           'changed_settings']
 
 import difflib
 import math
@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import repeat, zip_longest
 from typing import Any, Literal, TypedDict
-
-from .vocabulary import UNK, Tokenizer
 
 def length_groups(rows: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     """Group sentences of similar length, the longest first.
@@ -317,15 +315,6 @@ def require_prefix(prefix, n_texts: int | None) -> None:
         require([item or '' for item in prefix], list, name='prefix') # None: no prefix
         if n_texts not in (None, len(prefix)):
             raise ValueError(f'prefix has {len(prefix)} items, but the number of sentences is {n_texts}')
-
-def decoded(tokenizer: Tokenizer, ids: list[int], prefix: str, prefix_ids: list[int]) -> str:
-    "Return ids as text. A prefix with characters that the vocabulary lacks stays as it was given."
-    text = tokenizer.decode(ids)
-    if UNK in prefix_ids:
-        decoded_prefix = tokenizer.decode(prefix_ids)
-        if text.startswith(decoded_prefix):
-            return prefix.rstrip() + text[len(decoded_prefix):]
-    return text
 
 FLOAT_SETTINGS = ( # others are whole numbers
     'length_penalty', 'length_penalty_offset', 'patience', 'temperature', 'top_p')

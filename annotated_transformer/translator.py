@@ -27,12 +27,12 @@ from .engines import CTranslate2Engine, PyTorchEngine, choose_engine
 from .files import atomic_write, check_path, to_json
 from .hub import FILES, download_folder, upload_folder, write_model_card
 from .inference import DecodingConfig
-from .interop import decoding_config, read_model_folder, shared_copy
+from .interop import decoded, decoding_config, read_model_folder, shared_copy
 from .kernels import accelerate
 from .progress import Bar, new_bar
 from .run_folder import check_new_model
 from annotated_transformer.text_streams import (
-    InputReport, NBestSettings, SampleSettings, Text, Texts, TranslateSettings, buffered, changed_settings, decoded,
+    InputReport, NBestSettings, SampleSettings, Text, Texts, TranslateSettings, buffered, changed_settings,
     length_groups, refuse_unknown, refuse_unnamed, require, require_numbers, require_pairs, require_prefix,
     with_prefixes)
 from .vocabulary import BOS, EOS, UNK, Tokenizer

@@ -18,8 +18,8 @@ FLOORS = {
     -1: 'files toy_words progress', # the standard library alone; whatever writes a file imports files
     -0.5: 'probes',
     0: 'attention command_options positions vocabulary prepared toy_grammar scoring checks plotting '
-       'distributed hub part_checks input_checks training_checks train_config comet_score',
-    0.5: 'parallel_text data_checks config_files text_streams',
+       'distributed hub text_streams part_checks input_checks training_checks train_config comet_score',
+    0.5: 'parallel_text data_checks config_files',
     1: 'layers batches complexity experiments bpe_dropout word_vectors drawing toy_languages downloads',
     2: 'transformer corpora diagrams loader',
     3: 'training decoding attention_maps relative_positions recurrent marian run_folder',
