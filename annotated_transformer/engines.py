@@ -256,8 +256,8 @@ class CTranslate2Engine:
             raise ValueError(f'compute_type={compute_type!r} is not supported on this {kind}: '
                              f'choose one of {", ".join(known)}')
         n_threads = torch.get_num_threads()
-        shares_products = model.config.d_model >= 256 and not compute_type.startswith('int8')
-        self.n_workers = 1 if shares_products else n_threads # otherwise, the workers share the sentences of a batch
+        shares_batches = kind == 'cpu' and (model.config.d_model < 256 or compute_type.startswith('int8'))
+        self.n_workers = n_threads if shares_batches else 1 # otherwise, the threads share each matrix product
         self.translator = library.Translator(
             str(folder), device=kind, device_index=int(index or 0), compute_type=compute_type,
             inter_threads=self.n_workers, intra_threads=n_threads // self.n_workers)

@@ -3,7 +3,7 @@
 
     python benchmarks/decode_speed.py                     # the toy model that comes with the package
     python benchmarks/decode_speed.py --size base         # random weights: toy, tiny, small, base or big
-    python benchmarks/decode_speed.py --size base --device cuda   # on a GPU: PyTorch and transformers
+    python benchmarks/decode_speed.py --size base --device cuda   # on a GPU, in float32 and float16
     python benchmarks/decode_speed.py --model runs/m30k --corpus multi30k --split test_2016_flickr
     python benchmarks/decode_speed.py --old CHECKOUT      # our engine beside that of version 0.1.0, checked out there
     python benchmarks/decode_speed.py --sentences 40 --rounds 1 --out quick.json        # try it
@@ -28,6 +28,9 @@ How it measures:
   stopping rule then makes no difference, so there are no rows for it.
 - `ids` is from token ids to token ids, `text` from text to text; both are measured in the same rounds, in the same
   batches, sorted by the number of ids. A batch of 1 gives the latency of single sentences: median and 95th percentile.
+
+On a GPU, PyTorch and transformers compute in float32 and in float16, and CTranslate2 in float16. CTranslate2 4.8 loads
+cuBLAS 12 from the library path (LD_LIBRARY_PATH).
 
 The model must be one that all engines can hold: post-norm, sinusoidal positions.
 """
@@ -60,8 +63,13 @@ ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_INT8, OURS_CTRAN
            CTRANSLATE2_INT8, CTRANSLATE2_WORKERS, CTRANSLATE2_INT8_WORKERS)
 WORKERS = (CTRANSLATE2_WORKERS, CTRANSLATE2_INT8_WORKERS) # divide a batch, as our engine does; one sentence cannot be divided
 EXACT = (OURS_EXACT, OURS_CTRANSLATE2_EXACT) # differ from the row above with a beam only
-ON_GPU = (OURS, OURS_EXACT, TRANSFORMERS) # measured with --device cuda
-TEXT_ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_INT8, OURS_CTRANSLATE2_EXACT) # also translate from text to text
+OURS_HALF = 'annotated_transformer float16'
+OURS_CTRANSLATE2_HALF = 'annotated_transformer with CTranslate2 float16'
+TRANSFORMERS_HALF = 'transformers float16'
+CTRANSLATE2_HALF = 'CTranslate2 float16'
+ON_GPU = (OURS, OURS_HALF, OURS_EXACT, OURS_CTRANSLATE2_HALF, TRANSFORMERS, TRANSFORMERS_HALF, CTRANSLATE2_HALF)
+TEXT_ENGINES = ( # also translate from text to text
+    OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_INT8, OURS_CTRANSLATE2_EXACT, OURS_HALF, OURS_CTRANSLATE2_HALF)
 SEARCH = {'length_penalty': 1.0, 'length_penalty_offset': 0.0}
 SIZES = { # of the models with random weights
     'toy': {'vocab_size': 1_000, 'n_layers': 2, 'd_model': 128, 'd_ff': 256, 'n_heads': 4},
@@ -80,7 +88,11 @@ def our_engine(prepared, threads, engine, patience, device, compute_type='float3
     from annotated_transformer.inference import DecodingConfig
     from annotated_transformer.translator import Translator
     torch.set_num_threads(threads)
-    translator = Translator.load(prepared['model'], device=device, engine=engine, compute_type=compute_type)
+    if engine == 'pytorch':
+        translator = Translator.load(prepared['model'], device=device)
+        translator.model.to(getattr(torch, compute_type))
+    else:
+        translator = Translator.load(prepared['model'], device=device, engine=engine, compute_type=compute_type)
     search = {**SEARCH, 'max_extra_tokens': prepared['max_extra_tokens']}
 
     def from_ids(rows, beam):
@@ -112,14 +124,14 @@ def old_engine(prepared, threads):
 
     return from_ids, None
 
-def transformers_engine(prepared, threads, device):
+def transformers_engine(prepared, threads, device, number_format):
     import torch
     import transformers
     from annotated_transformer.batches import pad_rows
     from annotated_transformer.vocabulary import BOS, EOS, PAD
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(threads)
-    model = transformers.MarianMTModel.from_pretrained(prepared['marian']).to(device).eval()
+    model = transformers.MarianMTModel.from_pretrained(prepared['marian']).to(device, getattr(torch, number_format)).eval()
     plain = {'do_sample': False, 'length_penalty': 1.0, 'bad_words_ids': None, 'renormalize_logits': False,
              'forced_eos_token_id': None, 'max_length': None}
 
@@ -133,14 +145,14 @@ def transformers_engine(prepared, threads, device):
 
     return from_ids, None
 
-def ctranslate2_engine(prepared, threads, compute_type, n_workers):
+def ctranslate2_engine(prepared, threads, device, compute_type, n_workers):
     import math
     import ctranslate2
     from annotated_transformer.vocabulary import load_tokenizer
     tokenizer = load_tokenizer(Path(prepared['ctranslate2']) / 'tokenizer.json')
     ids = token_ids(tokenizer)
     names = list(ids)
-    engine = ctranslate2.Translator(str(prepared['ctranslate2']), device='cpu', compute_type=compute_type,
+    engine = ctranslate2.Translator(str(prepared['ctranslate2']), device=device, compute_type=compute_type,
                                     inter_threads=n_workers, intra_threads=threads // n_workers)
 
     def from_ids(rows, beam):
@@ -155,20 +167,22 @@ def ctranslate2_engine(prepared, threads, compute_type, n_workers):
 def token_ids(tokenizer):
     return {name: i for i, name in enumerate(tokenizer.tokens(range(len(tokenizer))))}
 
+def number_format(name):
+    if 'int8' in name:
+        return 'int8'
+    return 'float16' if 'float16' in name else 'float32'
+
 def make_engine(name, prepared, threads, device):
     patience = None if name in EXACT else 1.0
-    if name in (OURS, OURS_EXACT):
-        return our_engine(prepared, threads, 'pytorch', patience, device)
-    if name in (OURS_CTRANSLATE2, OURS_CTRANSLATE2_INT8, OURS_CTRANSLATE2_EXACT):
-        compute_type = 'int8' if name == OURS_CTRANSLATE2_INT8 else 'float32'
-        return our_engine(prepared, threads, 'ctranslate2', patience, device, compute_type)
     if name == OLD:
         return old_engine(prepared, threads)
-    if name == TRANSFORMERS:
-        return transformers_engine(prepared, threads, device)
+    if name.startswith(OURS):
+        engine = 'ctranslate2' if 'CTranslate2' in name else 'pytorch'
+        return our_engine(prepared, threads, engine, patience, device, number_format(name))
+    if name.startswith(TRANSFORMERS):
+        return transformers_engine(prepared, threads, device, number_format(name))
     n_workers = threads if name in WORKERS else 1
-    compute_type = 'int8' if name in (CTRANSLATE2_INT8, CTRANSLATE2_INT8_WORKERS) else 'float32'
-    return ctranslate2_engine(prepared, threads, compute_type, n_workers)
+    return ctranslate2_engine(prepared, threads, device, number_format(name), n_workers)
 
 
 # --- a worker: one engine with one number of threads; it reads cells from standard input and answers with seconds
@@ -215,13 +229,15 @@ class Worker:
             environment['PYTHONPATH'] = json.loads(prepared.read_text())['old']
         command = [sys.executable, __file__, '--worker', name, '--thread-counts', str(threads),
                    '--prepared', str(prepared), '--device', device]
+        self.errors = tempfile.TemporaryFile('w+')
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.DEVNULL, text=True, env=environment)
+                                        stderr=self.errors, text=True, env=environment)
 
     def read(self):
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f'the process ended: {self.process.args}')
+            self.errors.seek(0)
+            raise RuntimeError(f'the process ended: {self.process.args}\n{self.errors.read()[-2000:]}')
         return json.loads(line)
 
     def measure(self, cell, warm_up=False):
@@ -233,6 +249,7 @@ class Worker:
     def stop(self):
         self.process.stdin.close()
         self.process.wait()
+        self.errors.close()
 
 
 # --- the measurement
@@ -297,11 +314,14 @@ def prepare(args, folder):
                 'marian': str(export_marian(model, folder / 'marian'))}
     if args.old:
         prepared |= {'old': str(args.old.resolve()), 'old_model': str(old_model.resolve())}
-    if args.device == 'cpu':
+    if uses_ctranslate2(args):
         prepared['ctranslate2'] = str(export_ctranslate2(model, folder / 'ctranslate2'))
     path = folder / 'prepared.json'
     path.write_text(json.dumps(prepared))
     return path, prepared
+
+def uses_ctranslate2(args):
+    return any('CTranslate2' in name for name in args.engines)
 
 def cells_of(args):
     "Every combination of search and batch size."
@@ -417,19 +437,23 @@ def arguments():
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--thread-counts', type=int, nargs='+', default=list(range(1, (os.cpu_count() or 1) + 1)))
     parser.add_argument('--device', default='cpu', choices=['cpu', 'cuda'])
-    parser.add_argument('--engines', nargs='+', default=list(ENGINES), choices=ENGINES, metavar='NAME',
-                        help=f'default: all of {"; ".join(ENGINES)}')
+    parser.add_argument('--engines', nargs='+', choices=[*ENGINES, *ON_GPU], metavar='NAME',
+                        help=f'default: all of {"; ".join(ENGINES)}; with --device cuda, of {"; ".join(ON_GPU)}')
     parser.add_argument('--old', type=Path, help='a checkout of version 0.1.0: compare with its engine and its model')
     parser.add_argument('--cells', type=int, help='stop after so many cells (default: measure all that are missing)')
     parser.add_argument('--again', type=int, nargs='+', default=[], metavar='BATCH',
                         help='measure these batch sizes again, although the record has them')
-    parser.add_argument('--name', help='of the record (decode-speed, or decode-speed-SIZE)')
+    parser.add_argument('--name', help='of the record (decode-speed or decode-speed-SIZE; on a GPU, decode-speed-gpu-SIZE)')
     parser.add_argument('--out', type=Path, help='the record (default: benchmarks/results/NAME.json)')
-    parser.add_argument('--worker', choices=[*ENGINES, OLD], help=argparse.SUPPRESS)
+    parser.add_argument('--worker', choices=[*ENGINES, *ON_GPU, OLD], help=argparse.SUPPRESS)
     parser.add_argument('--prepared', type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    possible = ON_GPU if args.device == 'cuda' else ENGINES
+    args.engines = args.engines or list(possible)
+    impossible = [name for name in args.engines if name not in possible]
+    if impossible:
+        parser.error(f'--engines: {"; ".join(impossible)} cannot be measured with --device {args.device}')
     if args.device == 'cuda' and not args.worker:
-        args.engines = [name for name in args.engines if name in ON_GPU]
         args.thread_counts = [1]
     if args.size:
         args.engines = [name for name in args.engines if name not in EXACT]
@@ -444,11 +468,19 @@ def main():
     args = arguments()
     if args.worker:
         return work(args)
+    import torch
     import transformers
     from annotated_transformer.checkpoints import load_model
     from annotated_transformer.files import checksum, read_json
     from record import RESULTS, about, cpu_model
-    name = args.name or ('decode-speed' if not args.size else f'decode-speed-{args.size}')
+    if args.device == 'cuda' and not torch.cuda.is_available():
+        sys.exit('--device cuda: PyTorch finds no GPU')
+    if args.device == 'cuda' and uses_ctranslate2(args):
+        import ctranslate2
+        if not ctranslate2.get_cuda_device_count():
+            sys.exit('--device cuda: CTranslate2 finds no GPU; choose --engines without it')
+    parts = ['decode-speed', 'gpu' if args.device == 'cuda' else None, args.size]
+    name = args.name or '-'.join(part for part in parts if part)
     out = args.out or RESULTS / f'{name}.json'
     with tempfile.TemporaryDirectory() as folder:
         path, prepared = prepare(args, Path(folder))
@@ -460,7 +492,7 @@ def main():
                   'weights_sha256': checksum(Path(prepared['model']) / 'model.safetensors')['sha256'],
                   'cpu_model': cpu_model()}
         record['versions'] |= {'transformers': transformers.__version__}
-        if args.device == 'cpu':
+        if uses_ctranslate2(args):
             import ctranslate2
             record['versions'] |= {'ctranslate2': ctranslate2.__version__}
         old = read_json(out, {})

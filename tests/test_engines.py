@@ -1,4 +1,5 @@
 "Both engines give the same translations; conversions are made once, kept, and checked."
+import argparse
 import math
 import shutil
 import sys
@@ -298,6 +299,20 @@ def test_wide_models_in_float32_divide_products_others_batches(tmp_path, monkeyp
     monkeypatch.setattr(torch, 'set_num_threads', lambda n: None) # the other tests keep theirs
     engine = Translator.load(tmp_path, 'cpu', 'ctranslate2', compute_type).engine
     assert engine.translator.num_translators == engine.n_workers == n_workers
+
+
+@pytest.mark.parametrize('compute_type', ['float16', 'int8_float16'])
+def test_a_gpu_holds_one_copy_of_the_weights(tmp_path, monkeypatch, compute_type):
+    "Each worker on a GPU would hold its own."
+    library = argparse.Namespace(
+        get_supported_compute_types=lambda kind: {compute_type} if kind == 'cuda' else set(),
+        Translator=lambda folder, **options: options)
+    monkeypatch.setattr(engines, 'ctranslate2_library', lambda: library)
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 16)
+    monkeypatch.setattr(torch, 'set_num_threads', lambda n: None)
+    engine = CTranslate2Engine(tmp_path, build_model(PAPER), WORDS, 'cuda:1', compute_type)
+    assert engine.translator == {'device': 'cuda', 'device_index': 1, 'compute_type': compute_type,
+                                 'inter_threads': 1, 'intra_threads': 16}
 
 
 def test_pytorch_keeps_its_threads(cache):

@@ -1159,6 +1159,41 @@ def test_decode_speed_translates_texts_in_the_batches_of_their_ids(tmp_path, mon
     assert seen == [[rows[1], rows[2]], [rows[0], rows[3]], [texts[1], texts[2]], [texts[0], texts[3]]]
 
 
+def test_decode_speed_measures_half_precision_on_a_gpu(monkeypatch, capsys):
+    import decode_speed
+    monkeypatch.setattr(sys, 'argv', ['decode_speed.py', '--size', 'base', '--device', 'cuda'])
+    args = decode_speed.arguments()
+    assert set(decode_speed.ON_GPU) - set(args.engines) == {decode_speed.OURS_EXACT} # random weights never end
+    assert args.thread_counts == [1]
+    assert {decode_speed.number_format(name) for name in args.engines if 'CTranslate2' in name} == {'float16'}
+    monkeypatch.setattr(sys, 'argv', ['decode_speed.py', '--engines', decode_speed.CTRANSLATE2_HALF])
+    with pytest.raises(SystemExit):
+        decode_speed.arguments()
+    assert 'CTranslate2 float16 cannot be measured with --device cpu' in capsys.readouterr().err
+
+
+def test_decode_speed_computes_in_the_number_format_of_the_name(monkeypatch):
+    "An engine in float16 holds float16 weights, and on the shipped model, it finds the same ids as in float32."
+    import torch
+    from annotated_transformer.translator import SHIPPED, Translator
+    import decode_speed
+    loaded = []
+    load = Translator.load
+
+    def noted(*args, **kwargs):
+        loaded.append(load(*args, **kwargs))
+        return loaded[-1]
+
+    monkeypatch.setattr(Translator, 'load', noted)
+    monkeypatch.setattr(torch, 'set_num_threads', lambda n: None)
+    prepared = {'model': str(SHIPPED), 'max_extra_tokens': 50}
+    row = Translator.load(device='cpu').encode(['the old dog sleeps .'])
+    found = [decode_speed.make_engine(name, prepared, 1, 'cpu')[0](row, 4)
+             for name in (decode_speed.OURS, decode_speed.OURS_HALF)]
+    assert found[0] == found[1] != [[]]
+    assert [next(each.model.parameters()).dtype for each in loaded] == [torch.float32, torch.float32, torch.float16]
+
+
 @pytest.mark.slow
 def test_decode_speed_measures_every_engine(tmp_path):
     "All search alike, so in float32 all find the same translations. The same command again measures nothing."
@@ -1168,7 +1203,8 @@ def test_decode_speed_measures_every_engine(tmp_path):
     flags = ['--sentences', '6', '--beams', '4', '--batches', '1', '--thread-counts', '1']
     found = measured('decode_speed.py', tmp_path / 'decode.json', *flags)
     engines_of = {unit: {row['engine'] for row in found['metrics'] if row['unit'] == unit} for unit in ('ids', 'text')}
-    assert engines_of == {'ids': set(decode_speed.ENGINES), 'text': set(decode_speed.TEXT_ENGINES)}
+    on_cpu = set(decode_speed.ENGINES)
+    assert engines_of == {'ids': on_cpu, 'text': on_cpu & set(decode_speed.TEXT_ENGINES)}
     for row in found['metrics']:
         assert row['slowest'] <= row['sentences_per_second'] <= row['fastest']
         assert 0 < row['latency_ms']['median'] <= row['latency_ms']['95 %']
