@@ -197,7 +197,8 @@ def throughput(model, sentences: list[str], rounds: int, patience: float | None 
                                            latencies[9], latencies[18])):
                 found[name].append(value)
             print({name: round(values[-1], 2) for name, values in found.items()}, flush=True)
-    return {'engine': translator.engine.name, 'sentences': len(sentences), 'rounds': rounds, 'same': n_same,
+    return {'engine': translator.engine.name, 'threads': torch.get_num_threads(), 'sentences': len(sentences),
+            'rounds': rounds, 'same': n_same,
             'mean_words': round(sum(len(text.split()) for text in sentences) / len(sentences), 1),
             'load': [round(before[0], 1), round(os.getloadavg()[0], 1)],
             **({} if patience is None else {'patience': patience}),

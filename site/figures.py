@@ -187,6 +187,14 @@ def recipe(record):
             f"{len(metrics['variants'])} variants"]
 
 
+def recipe_paired(record):
+    metrics = record['metrics']
+    told_apart = [name for name, found in metrics['paired'].items()
+                  if min(found['val_bleu']['corrected']) > 0 or max(found['val_bleu']['corrected']) < 0]
+    return [f"val BLEU after {record['epochs']} epochs {metrics['mean']:.2f}, mean of {len(record['seeds'])} seeds",
+            f"{len(metrics['paired'])} changes of one setting, {len(told_apart)} told apart from it in BLEU"]
+
+
 def recurrent(record, part):
     if part == 'sweep':
         return [f"{model}: best learning rate {min(losses, key=losses.get)}, val loss {min(losses.values()):.2f}"
@@ -210,7 +218,8 @@ def recurrent(record, part):
 def serving(record):
     found = [f"{record['soak']['good']:,} of {record['soak']['requests']:,} requests valid, "
              f"{record['soak']['own_translation']:,} answered with their own translation"]
-    for part, name in (('shipped', 'toy model'), ('recipe', 'Multi30k model')):
+    parts = {'shipped': 'toy model', 'recipe': 'Multi30k model', 'recipe_patience': 'Multi30k model, --beam-patience 1'}
+    for part, name in parts.items():
         _, offline, _ = record[part]['offline']
         _, served, _ = record[part]['served']
         found.append(f'{name}: {served:.0f} sentences per second served, {offline:.0f} offline')
@@ -249,8 +258,8 @@ PICKERS = {
     'gender-path': gender_path,
     'head-orders': head_orders, 'heads': heads, 'inference': inference, 'kills': kills, 'large-corpus': large_corpus,
     'mbr': mbr, 'memory': memory, 'more-bugs': more_bugs, 'own-experiment': own_experiment, 'paired': paired,
-    'positions': positions, 'processes': processes, 'recipe': recipe, 'serving': serving, 'site': site,
-    'toy-errors': toy_errors, 'train-speed': train_speed, 'vocabulary-size': vocabulary_size,
+    'positions': positions, 'processes': processes, 'recipe': recipe, 'recipe-paired': recipe_paired,
+    'serving': serving, 'site': site, 'toy-errors': toy_errors, 'train-speed': train_speed, 'vocabulary-size': vocabulary_size,
 }
 
 

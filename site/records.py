@@ -227,14 +227,16 @@ def decoding_speed(records):
     units = {'ids': 'ids', 'text': 'text, with tokenization'}
     for row in record['metrics']:
         value = row['sentences_per_second']
-        latency = row.get('latency_ms', {}).get('median')                # of single sentences
+        latency = row.get('latency_ms') # of single sentences
+        milliseconds = f"{latency['median']:.1f} ({latency['95 %']:.1f})" if latency else ''
         shown = f"{value:,.1f} ({row['slowest']:,.1f} to {row['fastest']:,.1f})"
         rows.append([cell(row['engine']), cell(row['beam']), cell(row['batch']), cell(units[row['unit']]),
-                     cell(row['threads']), cell(shown, value), cell(latency or ''), *how(source)])
+                     cell(row['threads']), cell(shown, value),
+                     cell(milliseconds, latency['median'] if latency else ''), *how(source)])
         if (row['beam'], row['batch'], row['unit']) == (4, 64, 'ids'):
             points.append((row['engine'], value, row['slowest'], row['fastest']))
     header = ['engine', 'beam', 'batch', 'from and to', 'threads', 'sentences per second (slowest to fastest round)',
-              'median latency, ms', *HOW]
+              'median latency (95th percentile), ms', *HOW]
     title = ('Decoding the toy model, from ids to ids, beam 4, batches of 64: sentences per second; '
              'lines: slowest and fastest round')
     return ('\n## Speed of decoding\n' + table(header, rows, 'Speed of decoding') + plot(points, title))

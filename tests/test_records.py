@@ -571,7 +571,7 @@ def test_serving_with_a_patience_uses_it_in_the_server_and_offline():
     "The two agree on every sentence, and on others than with the model's own settings."
     sentences = [pair.src for pair in toy_ende('test', n=64)]
     found = serving.throughput(SHIPPED, sentences, 1, patience=0.25)
-    assert (found['same'], found['patience']) == (64, 0.25)
+    assert (found['same'], found['patience'], found['threads']) == (64, 0.25, torch.get_num_threads())
     translator = Translator.load(device='cpu')
     own, patient = [serving.offline(translator, sentences, patience)[0] for patience in (None, 0.25)]
     assert own == translator.translate(sentences) and patient == translator.translate(sentences, patience=0.25)
