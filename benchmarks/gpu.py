@@ -13,12 +13,13 @@ as it is.
                    wide model and R-Drop; raw DE-EN and EN-FR
     baseline       to the end: tokenized text with dropout 0.3, without R-Drop and with it; raw EN-DE with the recipe
     sweep          what each setting of the Multi30k recipe is worth: 12 epochs, three seeds of the recipe and of each change,
-                   scored on val; writes recipe-paired.json
+                   scored on val; writes gpu-recipe-paired.json
     speed          tokens per second of base and big beside nn.Transformer (train_speed.py)
     rates          steps per second of 1, 8 and 15 runs together; writes no record
 
 On an H200, the fifteen runs of full made about 160 steps per second together. They took a part of 9 and one of 4.6 minutes
-(--max-minutes 11.5 in the second, so that it ends in time).
+(--max-minutes 11.5 in the second, so that it ends in time). With speed, that is less than 25 minutes of a GPU; baseline and
+sweep are extras, which need as long again.
 
 sweep keeps 15 runs going, the most important changes first; from the steps per second of full, its 54 runs need about 11
 minutes. It takes two parts on the same machine, which keep unfinished runs in --runs:
@@ -239,11 +240,11 @@ def write_sweep(args: argparse.Namespace) -> None:
     found = recipe.comparison(rows, SWEEP)
     search = DecodingConfig()
     record = about() | {
-        'name': 'recipe-paired', 'command': 'python benchmarks/gpu.py sweep --data-dir DIR', 'flags': SWEEP_FLAGS, 'epochs': 12,
+        'name': 'gpu-recipe-paired', 'command': 'python benchmarks/gpu.py sweep --data-dir DIR', 'flags': SWEEP_FLAGS, 'epochs': 12,
         'recipe': recipe.RECIPES[recipe.RECIPE], 'seeds': list(SEEDS),
         'search': {'beam_size': search.beam_size, 'length_penalty': search.length_penalty},
         'note': f'{JOBS} runs at a time shared one GPU; matrix products used TF32'} | found
-    atomic_write(RESULTS / 'recipe-paired.json', json.dumps(record, indent=2) + '\n')
+    atomic_write(RESULTS / 'gpu-recipe-paired.json', json.dumps(record, indent=2) + '\n')
     recipe.show(found['metrics'])
     print('left out:', ', '.join(found['left_out']) or 'nothing')
 

@@ -3,17 +3,26 @@
 
     python benchmarks/recipe.py --data-dir DIR # --jobs 6 trains six at a time, for example on a GPU
     python benchmarks/recipe.py --data-dir DIR --epochs 6 --only dropout 'R-Drop'
-    python benchmarks/recipe.py --data-dir DIR --epochs 12 --paired --out benchmarks/results/recipe-paired.json
+    python benchmarks/recipe.py --data-dir DIR --epochs 6 --paired --out benchmarks/results/recipe-paired.json
 
 Every variant is `annotated-transformer train --recipe multi30k-en-de` with other flags and the same number of
 epochs, in a folder under --runs. Run the same command again to resume; variants that are in the record are not
 trained again. The recipe itself is trained with three seeds, whose spread shows how much two runs differ by chance.
 With --paired, so is every variant, and the record also holds its differences from the recipe, seed by seed.
-Averaging and decoding settings need no training: they are tried with the recipe's first seed. No test split is used.
+
+Three differences are few. So --paired takes all runs together (a randomized block design): a score is the sum of a part
+of the setting, a part of the seed and noise, and the noise has the same spread for all settings. A difference then has the
+interval ± t · s · √(2 / number of seeds), where s is that spread and t has (settings - 1) · (seeds - 1) degrees of freedom.
+The corrected interval has the confidence 1 - 5% / 22, as if all 22 variants had been trained (Bonferroni). BLEU on `val` is
+the main score, chrF the second one: a variant is told apart from the recipe if its corrected interval leaves out 0.
+
+Averaging and decoding settings need no training: without --paired, they are tried with the recipe's first seed. No test
+split is used.
 On a GPU, `gpu.py sweep` makes such a record within one short loan.
 """
 import argparse
 import json
+import math
 import shlex
 import statistics
 import subprocess
@@ -24,9 +33,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
+import numpy as np
+
 from annotated_transformer.checkpoints import average_checkpoints, list_checkpoints
 from annotated_transformer.corpora import CorpusConfig, load_corpus
-from annotated_transformer.experiments import t_interval
+from annotated_transformer.experiments import t_interval, t_quantile
 from annotated_transformer.files import atomic_write
 from annotated_transformer.recipe import RECIPES, evaluate
 from annotated_transformer.translator import Translator
@@ -49,6 +60,7 @@ VARIANTS = {
     'wide model (d_model 256)': '--d-model 256 --d-ff 512 --peak-lr 2e-3',
 }
 METRICS = 'val_bleu', 'val_chrf'
+CORRECTED = 1 - 0.05 / len(VARIANTS) # confidence of the corrected intervals
 AVERAGES = 1, 5, 10
 SEARCH = {'beam_size': 5, 'length_penalty': 1.0} # of every score but those of SEARCHES
 SEARCHES = {'greedy': dict(beam_size=1)} | {
@@ -119,26 +131,42 @@ def planned(only: list[str], with_seeds: bool, variants: dict[str, str] = VARIAN
                 found |= {name: f'{flags} --seed {seed}' for seed, name in enumerate(run_names(variant)[1:], 2)}
     return found
 
-def paired(rows: dict[str, dict], variants: Iterable[str] = VARIANTS) -> dict[str, dict]:
+def block_noise(scores: np.ndarray) -> tuple[float, int]:
+    """Return the noise of a randomized block design: its standard deviation and degrees of freedom.
+
+    :param scores: (settings, seeds)
+    """
+    expected = scores.mean(1, keepdims=True) + scores.mean(0) - scores.mean()
+    df = (scores.shape[0] - 1) * (scores.shape[1] - 1)
+    return float(np.sqrt(((scores - expected) ** 2).sum() / df)), df
+
+def paired(rows: dict[str, dict], variants: Iterable[str] = VARIANTS) -> tuple[dict[str, dict], dict[str, dict]]:
     """Compare each variant that has a run for each seed with the recipe, seed by seed.
 
-    Return for BLEU and chrF: the differences, Student's 95% interval of their mean, and an interval that is corrected for
-    the number of variants (Bonferroni).
+    Return for each variant, in BLEU and chrF: the differences, their interval and corrected interval in a block design, and
+    Student's interval of these differences alone. And for both scores: spread and degrees of freedom of the noise.
     """
-    differences = {}
-    for variant in variants:
-        names = run_names(variant)
-        if all(name in rows for name in names):
-            differences[variant] = {metric: [rows[name][metric] - rows[base][metric] for name, base in zip(names, SEEDS)]
-                                    for metric in METRICS}
-    corrected = 1 - 0.05 / max(1, len(differences))
-    return {name: {metric: {'differences': values, 'interval': t_interval(values), 'corrected': t_interval(values, corrected)}
-                   for metric, values in found.items()} for name, found in differences.items()}
+    complete = [name for name in variants if all(run in rows for run in run_names(name))]
+    found = {name: {} for name in complete}
+    noise = {}
+    for metric in METRICS if complete else ():
+        names = [list(SEEDS), *map(run_names, complete)]
+        scores = np.array([[rows[run][metric] for run in runs] for runs in names])
+        spread, df = block_noise(scores)
+        noise[metric] = {'spread': spread, 'degrees_of_freedom': df}
+        for name, differences in zip(complete, scores[1:] - scores[0]):
+            def interval(confidence):
+                half_width = t_quantile(df, confidence) * spread * math.sqrt(2 / len(SEEDS))
+                return differences.mean() - half_width, differences.mean() + half_width
+            found[name][metric] = {'differences': differences.tolist(), 'interval': interval(0.95),
+                                   'corrected': interval(CORRECTED), 'alone': t_interval(differences)}
+    return found, noise
 
 def comparison(rows: dict[str, dict], variants: Iterable[str] = VARIANTS) -> dict:
     "Return what a record says about its runs: the recipe's mean and spread, all rows, the comparisons, what is missing."
     seeds = [rows[name]['val_bleu'] for name in SEEDS]
-    metrics = dict(mean=statistics.mean(seeds), spread=statistics.stdev(seeds), variants=rows, paired=paired(rows, variants))
+    differences, noise = paired(rows, variants)
+    metrics = dict(mean=statistics.mean(seeds), spread=statistics.stdev(seeds), variants=rows, paired=differences, noise=noise)
     return dict(metrics=metrics, left_out=[name for name in variants if name not in rows])
 
 def show(metrics: dict) -> None:
@@ -169,20 +197,23 @@ def main():
         for name, out in zip(missing, pool.map(lambda item: train(*item, args), missing.items())):
             rows[name] = scored(out, missing[name], val)
             print(f"{name:<28} val BLEU {rows[name]['val_bleu']:.2f}, {rows[name]['minutes']:.1f} minutes", flush=True)
-            if name == FIRST: record |= dict(averages=averaged(out, val))
-    if FIRST in missing or record['searches'].keys() != SEARCHES.keys(): # a finished run is not trained again
-        record |= dict(searches=searched(train(FIRST, SEEDS[FIRST], args), val))
+            if name == FIRST and not args.paired: record |= dict(averages=averaged(out, val))
+    if not args.paired and (FIRST in missing or record['searches'].keys() != SEARCHES.keys()):
+        record |= dict(searches=searched(train(FIRST, SEEDS[FIRST], args), val)) # a finished run is not trained again
     rows = {name: rows[name] for name in planned([], True) if name in rows}
     trained = [name for name in VARIANTS if name in rows]
     only = ['--only', *trained] if len(trained) < len(VARIANTS) else []
     found = comparison(rows)
-    only += ['--paired'] if found['metrics']['paired'] else []
     command = ['python', 'benchmarks/recipe.py', '--data-dir', 'DIR', '--epochs', str(args.epochs),
-               f'--flags={args.flags}', *only]
-    record |= about() | dict(name=args.out.stem, seed=1, command=shlex.join(command)) | found
+               f'--flags={args.flags}', '--jobs', str(args.jobs), '--out', f'benchmarks/results/{args.out.name}', *only]
+    seeds = dict(seed=1)
+    if found['metrics']['paired']:
+        command.append('--paired')
+        seeds = dict(seeds=list(range(1, len(SEEDS) + 1)))
+    record |= about() | dict(name=args.out.stem, command=shlex.join(command)) | seeds | found
     atomic_write(args.out, json.dumps(record, indent=2) + '\n')
     show(found['metrics'])
-    for name, bleu in (record['averages'] | record['searches']).items(): print(f'{name:<28} val BLEU {bleu:.2f}')
+    for name, bleu in (record.get('averages', {}) | record.get('searches', {})).items(): print(f'{name:<28} val BLEU {bleu:.2f}')
 
 if __name__ == '__main__':
     main()

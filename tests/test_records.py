@@ -260,15 +260,40 @@ def test_variants_are_compared_seed_by_seed():
         rows |= {name: {'val_bleu': 30.0 + seed + gain, 'val_chrf': 60.0 - gain}
                  for seed, (name, gain) in enumerate(zip(recipe.run_names(variant), gains), 1)}
     rows['dropout 0.2'] = rows['dropout 0.1'] # one seed: not compared
-    found = recipe.paired(rows)
+    found, noise = recipe.paired(rows)
     assert list(found) == ['dropout 0.1', 'R-Drop 5']
     bleu = found['dropout 0.1']['val_bleu']
     assert bleu['differences'] == pytest.approx([1.0, 1.2, 1.4])
-    assert bleu['interval'] == pytest.approx(t_interval(bleu['differences'])) and bleu['interval'][0] > 0
-    assert bleu['corrected'] == pytest.approx(t_interval(bleu['differences'], 0.975)) # of two variants
+    assert bleu['alone'] == pytest.approx(t_interval([1.0, 1.2, 1.4])) and bleu['alone'][0] > 0
     assert found['dropout 0.1']['val_chrf']['differences'] == pytest.approx([-1.0, -1.2, -1.4])
     low, high = found['R-Drop 5']['val_bleu']['interval']
     assert low < 0 < high
+    assert noise['val_bleu']['degrees_of_freedom'] == 4
+    assert recipe.paired({name: row for name, row in rows.items() if 'seed' in name}) == ({}, {})
+
+
+def test_the_noise_of_all_settings_is_taken_together():
+    "A block design is least squares on indicators of settings and seeds: both find the same intervals."
+    numbers = np.random.default_rng(0)
+    variants = list(recipe.VARIANTS)[:4]
+    runs = [list(recipe.SEEDS), *map(recipe.run_names, variants)]
+    rows = {name: dict.fromkeys(recipe.METRICS, numbers.normal(30, 2)) for names in runs for name in names}
+    columns = [[float(i == setting) for setting in range(5)] + [float(j == seed) for seed in (1, 2)]
+               for i in range(5) for j in range(3)]
+    design = np.array(columns)
+    scores = np.array([rows[name]['val_bleu'] for names in runs for name in names])
+    effects, rest, rank, _ = np.linalg.lstsq(design, scores, rcond=None)
+    df = len(scores) - int(rank)
+    spread = math.sqrt(rest[0] / df)
+    found, noise = recipe.paired(rows)
+    assert noise['val_bleu'] == pytest.approx({'spread': spread, 'degrees_of_freedom': df})
+    inverse = np.linalg.inv(design.T @ design)
+    for i, name in enumerate(variants, 1):
+        error = spread * math.sqrt(inverse[i, i] + inverse[0, 0] - 2 * inverse[0, i])
+        for kind, confidence in (('interval', 0.95), ('corrected', 1 - 0.05 / 22)):
+            half_width = t_quantile(df, confidence) * error
+            difference = effects[i] - effects[0]
+            assert found[name]['val_bleu'][kind] == pytest.approx((difference - half_width, difference + half_width))
 
 
 def test_flags_of_the_scripts_are_names_of_settings():
@@ -461,11 +486,11 @@ def test_record_of_a_sweep_holds_what_three_seeds_have_finished(gpu_arguments, t
     args = gpu_arguments('sweep')
     monkeypatch.setattr(gpu, 'RESULTS', tmp_path)
     gpu.write_sweep(args)
-    assert 'no record yet' in capsys.readouterr().out and not (tmp_path / 'recipe-paired.json').exists()
+    assert 'no record yet' in capsys.readouterr().out and not (tmp_path / 'gpu-recipe-paired.json').exists()
     finish_runs(tmp_path, ['R-Drop 5', 'dropout 0.2', 'post-norm'])
     (tmp_path / 'sweep-post-norm-seed-3/training.json').unlink() # two seeds
     gpu.write_sweep(args)
-    found = json.loads((tmp_path / 'recipe-paired.json').read_text('utf-8'))
+    found = json.loads((tmp_path / 'gpu-recipe-paired.json').read_text('utf-8'))
     rows = found['metrics']['variants']
     assert list(rows) == [*recipe.SEEDS, *recipe.run_names('dropout 0.2'), *recipe.run_names('R-Drop 5')]
     assert rows['R-Drop 5, seed 2']['flags'] == '--r-drop 5 --seed 2' and rows['R-Drop 5, seed 2']['val_bleu'] == 36.6 + 1.2
@@ -475,7 +500,7 @@ def test_record_of_a_sweep_holds_what_three_seeds_have_finished(gpu_arguments, t
     assert found['left_out'] == [name for name in gpu.SWEEP if name not in ('R-Drop 5', 'dropout 0.2')]
     assert found['search'] == {'beam_size': 4, 'length_penalty': 0.6} and found['epochs'] == 12
     output = capsys.readouterr().out
-    assert 'R-Drop 5                     +0.95 to +1.45 BLEU' in output and 'left out: dropout 0.1, R-Drop 1' in output
+    assert 'R-Drop 5                     +1.07 to +1.33 BLEU' in output and 'left out: dropout 0.1, R-Drop 1' in output
 
 
 def test_another_recipe_does_not_overwrite_a_record(tmp_path):
