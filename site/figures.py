@@ -259,7 +259,8 @@ PICKERS = {
     'head-orders': head_orders, 'heads': heads, 'inference': inference, 'kills': kills, 'large-corpus': large_corpus,
     'mbr': mbr, 'memory': memory, 'more-bugs': more_bugs, 'own-experiment': own_experiment, 'paired': paired,
     'positions': positions, 'processes': processes, 'recipe': recipe, 'recipe-paired': recipe_paired,
-    'serving': serving, 'site': site, 'toy-errors': toy_errors, 'train-speed': train_speed, 'vocabulary-size': vocabulary_size,
+    'serving': serving, 'site': site, 'toy-errors': toy_errors, 'train-speed': train_speed,
+    'vocabulary-size': vocabulary_size,
 }
 
 
