@@ -1119,6 +1119,32 @@ def test_page_about_engines_says_what_the_record_says():
         assert words in text
 
 
+def test_page_about_engines_states_the_leads_of_the_records():
+    root = Path(__file__).parents[1]
+    page = json.loads((root / 'nbs/63_engines.ipynb').read_text())
+    text = ' '.join(''.join(cell['source']) for cell in page['cells'] if cell['cell_type'] == 'markdown')
+    text = ' '.join(text.split())
+    ours = 'annotated_transformer'
+
+    def lead(size, batch, kind='', rule=''):
+        name = 'decode-speed.json' if size == 'toy' else f'decode-speed-{size}.json'
+        seconds = {row['engine']: statistics.median(row['rounds'])
+                   for row in json.loads((root / 'benchmarks/results' / name).read_text())['metrics']
+                   if (row['beam'], row['batch'], row['unit']) == (4, batch, 'ids')}
+        return f"{seconds[ours + rule] / seconds[ours + ' with CTranslate2' + kind + rule]:.1f}"
+
+    one, many = [[lead(size, batch) for size in ('toy', 'base')] for batch in (1, 64)]
+    exact = [lead('toy', batch, rule=', until none can win') for batch in (1, 64)]
+    eight_bits = [lead('base', batch, ' int8') for batch in (1, 64)]
+    assert f'it is {one[0]} times as fast as PyTorch in the smallest model' in text
+    assert f'only {one[1]} times in the largest' in text
+    assert f'In batches of 64 sentences, it is {many[0]} and {many[1]} times as fast' in text
+    assert f'int8 is {eight_bits[0]} times as fast as PyTorch for single sentences, and {eight_bits[1]} times' in text
+    assert f'the lead is {exact[0]} times for single sentences and {exact[1]} times in batches' in text
+    assert f'between {one[0]} times (`toy`) and {one[1]} times (`base`)' in text
+    assert f'in batches of 64, between {many[0]} and {many[1]} times' in text
+
+
 # --- decode_speed.py and train_speed.py
 
 def measured(script, out, *flags):
