@@ -95,7 +95,7 @@ class SentenceQueue:
             self.waiting.put_nowait(item)
         try:
             return await asyncio.gather(*(item.result for item in submitted))
-        finally: # a request that ran out of time: the batcher skips its sentences; a future with a result stays as it is
+        finally: # if the request ran out of time, the batcher skips its sentences; a future with a result keeps it
             for item in submitted:
                 item.result.cancel()
 
