@@ -12,7 +12,7 @@ import logging
 import urllib.parse
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .translator import Translation
@@ -29,9 +29,9 @@ class ServerConfig:
     :param max_batch: sentences to translate together
     :param max_wait: seconds to wait for more sentences
     :param max_waiting: sentences in the queue; beyond that: 429
-    :param max_sentences: sentences in one request; beyond that: 413
+    :param max_sentences: sentences (lines) in one request; beyond that: 413
     :param max_bytes: bytes in one request; beyond that: 413
-    :param timeout: seconds for one request; beyond that: 408 while it is read, then 504
+    :param timeout: seconds for one request; beyond that: 408 if it is not complete, else 504
     :param max_attention: requests for attention weights in their queue; beyond that: 429
     :param log_requests: write a line of JSON to stderr for each POST request, without its text
     """
@@ -73,7 +73,7 @@ class Waiting:
     "A sentence in the queue."
     text: str
     n_best: int
-    result: asyncio.Future = field(compare=False)
+    result: asyncio.Future
 
 class SentenceQueue:
     "Sentences that wait for the model."
@@ -95,7 +95,7 @@ class SentenceQueue:
             self.waiting.put_nowait(item)
         try:
             return await asyncio.gather(*(item.result for item in submitted))
-        finally: # if the client has left, the batcher skips its sentences; a future with a result stays as it is
+        finally: # if the request ran out of time, the batcher skips its sentences; a future with a result keeps it
             for item in submitted:
                 item.result.cancel()
 
@@ -120,7 +120,7 @@ class Batcher(SentenceQueue):
             await asyncio.sleep(self.config.max_wait)
         while len(batch) < self.config.max_batch and not self.waiting.empty():
             batch.append(self.waiting.get_nowait())
-        return [item for item in batch if not item.result.done()] # without those whose client has left
+        return [item for item in batch if not item.result.done()] # without those that ran out of time
 
     async def translate_batch(self, batch: list[Waiting]) -> list:
         "Run the model in its thread; meanwhile, the event loop accepts requests."
@@ -147,7 +147,7 @@ class Batcher(SentenceQueue):
                 LOG.exception('a batch of %d sentences failed', len(batch))
                 found = [await self.translate_alone(item) for item in batch]
             for item, results in zip(batch, found):
-                if item.result.done(): # its client has left
+                if item.result.done(): # it ran out of time
                     continue
                 if isinstance(results, Exception):
                     item.result.set_exception(results)
@@ -162,7 +162,7 @@ def parse_body(body: bytes, content_type: str) -> dict:
             fields = urllib.parse.parse_qs(body.decode(), strict_parsing=len(body) > 0)
             return {name: values[0] if len(values) == 1 else values for name, values in fields.items()}
         fields = json.loads(body)
-        json.dumps(fields, ensure_ascii=False).encode() # ValueError for half a surrogate pair: it has no UTF-8
+        json.dumps(fields, ensure_ascii=False).encode() # raises ValueError for half a surrogate pair: it has no UTF-8
     except (ValueError, RecursionError):
         raise BadRequest(400, 'the body is neither JSON nor a web form in UTF-8') from None
     if not isinstance(fields, dict):
@@ -188,7 +188,7 @@ def parse_request(fields: dict, langs: tuple[str, str], max_n_best: int, max_sen
     :param fields: of the body: q, source, target, alternatives, format
     :param langs: source and target language of the model
     :param max_n_best: the beam size of the model
-    :param max_sentences: sentences in one request
+    :param max_sentences: sentences (lines) in one request
     """
     text = fields.get('q')
     texts = [text] if isinstance(text, str) else text
@@ -216,11 +216,11 @@ def translate_response(asked: TranslateRequest, found: list[list[Translation]]) 
     others = []
     rest = iter(found)
     for n_lines in asked.n_lines:
-        lines = [next(rest) for _ in range(n_lines)] # of each line, its translations
+        per_line = [next(rest) for _ in range(n_lines)] # for each line, its translations, best first
         texts = []
-        for rank in range(max(len(line) for line in lines)):
-            ways = [line[min(rank, len(line) - 1)] for line in lines] # a blank line has one translation
-            texts.append('\n'.join(translation.text for translation in ways))
+        for rank in range(max(len(options) for options in per_line)):
+            lines = [options[min(rank, len(options) - 1)] for options in per_line] # a blank line has one translation
+            texts.append('\n'.join(translation.text for translation in lines))
         best.append(texts[0])
         others.append(texts[1:])
     response: dict[str, Any] = {'translatedText': best[0] if asked.is_single else best}
