@@ -56,6 +56,11 @@ def more_bugs(record):
             f"{sum(bool(row['failed']) for row in correct)} alarms on {len(correct)} correct models"]
 
 
+def caption_attention(record):
+    return [f"{kind} translation: chrF {pair['chrf']:.0f}, mean of the largest attention weights "
+            f"{mean(map(max, pair['weights'])):.2f}" for kind, pair in record['sentences'].items()]
+
+
 def claims(record):
     cases = record['cases']
     runs = [run for case in cases.values() for run in case['runs']]
@@ -253,9 +258,9 @@ def vocabulary_size(record):
 
 
 PICKERS = {
-    'attention-adversaries': attention_adversaries, 'bugs': bugs, 'claims': claims, 'complexity': complexity,
-    'data-sizes': data_sizes, 'decode-speed': decode_speed, 'engines': engines, 'errors': errors,
-    'gender-path': gender_path,
+    'attention-adversaries': attention_adversaries, 'bugs': bugs,
+    'caption-attention': caption_attention, 'claims': claims, 'complexity': complexity, 'data-sizes': data_sizes,
+    'decode-speed': decode_speed, 'engines': engines, 'errors': errors, 'gender-path': gender_path,
     'head-orders': head_orders, 'heads': heads, 'inference': inference, 'kills': kills, 'large-corpus': large_corpus,
     'mbr': mbr, 'memory': memory, 'more-bugs': more_bugs, 'own-experiment': own_experiment, 'paired': paired,
     'positions': positions, 'processes': processes, 'recipe': recipe, 'recipe-paired': recipe_paired,
