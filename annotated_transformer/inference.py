@@ -3,9 +3,9 @@
 """Inference: decode fast: cache keys and values, translate whole batches, and get the same tokens as the reference
 search."""
 
-__all__ = ['MAX_BEAM_SIZE', 'KeyValueCache', 'project_source', 'DecoderState', 'decoder_state', 'DecodingConfig',
-           'process_logits', 'forbid_repeats', 'limits_and_prefixes', 'BeamState', 'rows_to_keep', 'search',
-           'beam_search', 'greedy', 'sample']
+__all__ = ['MAX_BEAM_SIZE', 'KeyValueCache', 'project_source', 'DecoderState', 'decoder_state', 'check_config', 'DecodingConfig',
+           'BeamState', 'rows_to_keep', 'search', 'beam_search', 'greedy', 'sample', 'process_logits', 'forbid_repeats',
+           'limits_and_prefixes']
 
 import math
 from collections.abc import Callable, Sequence
@@ -44,14 +44,14 @@ class KeyValueCache:
 
     def add_position(self) -> None:
         "Make room for one more position."
-        self.keys = F.pad(self.keys, (0, 0, 0, 1))
+        self.keys = F.pad(self.keys, (0, 0, 0, 1)) # the last dimension stays, the one before it grows by 1
         self.values = F.pad(self.values, (0, 0, 0, 1))
 
     def update(
         self, layer: int, key: Float[Tensor, "hypotheses heads 1 d_k"], value: Float[Tensor, "hypotheses heads 1 d_v"],
     ) -> tuple[Float[Tensor, "hypotheses heads t d_k"], Float[Tensor, "hypotheses heads t d_v"]]:
-        "Store a layer's newest key and value; return its keys and values of all positions."
-        keys = self.keys[:, self.heads[layer]]
+        "Store a layer's key and value of the position just added; return its keys and values of all positions."
+        keys = self.keys[:, self.heads[layer]] # a view: writing to it changes the cache
         values = self.values[:, self.heads[layer]]
         keys[:, :, -1:] = key
         values[:, :, -1:] = value
@@ -75,7 +75,7 @@ def project_source(
     return projected
 
 class DecoderState:
-    """The state of a search for s sentences with k hypotheses each: everything that is computed once.
+    """What the decoder remembers between steps: projected sources, joined weights, and the key/value cache.
 
     :param model: a Transformer in eval mode
     :param src: source ids with EOS, padded with PAD
@@ -85,12 +85,12 @@ class DecoderState:
         self.n_hypotheses = 1
         self.src_mask = padding_mask(src, PAD) if (src == PAD).any() else None
         zeros = model.tgt_embed.weight.new_zeros(1, model.config.max_len, model.config.d_model)
-        self.positions = model.tgt_positions(zeros)[0] # the position vectors alone, of any kind
+        self.positions = model.tgt_positions(zeros)[0] # added to zeros: the position vectors alone
         encoder_output = model.encode(src)
         self.cross = project_source(model, encoder_output)
         attentions = [layer.self_attention for layer in model.decoder.layers]
         self.qkv = [fused_qkv(mha) for mha in attentions]
-        n_heads = [mha.n_heads for mha in attentions]
+        n_heads = [mha.n_heads for mha in attentions] # 0 where page 43 pruned all heads of a layer
         d_k = max(mha.k_proj.out_features // max(1, mha.n_heads) for mha in attentions)
         d_v = max(mha.v_proj.out_features // max(1, mha.n_heads) for mha in attentions)
         self.cache = KeyValueCache(len(src), n_heads, d_k, d_v, like=encoder_output)
@@ -121,7 +121,7 @@ class DecoderState:
             key = attention_fn.rotate(key, self.cache.length - 1)
             attention_fn = attention_fn.attention_fn
         keys, values = self.cache.update(i, key, value)     # (s * k, heads, t, features)
-        output, _ = attention_fn(query, keys, values, None) # (s * k, heads, 1, d_v)
+        output, _ = attention_fn(query, keys, values, None) # (s * k, heads, 1, d_v); ALiBi: query at the last key
         return mha.out_proj(output.reshape(s, k, -1))
 
     def cross_attention(self, i, mha, x):
@@ -141,7 +141,7 @@ class DecoderState:
         self.cache.reorder((k * sentences[:, None] + parents).flatten())
 
     def select_rows(self, sentences: Int[Tensor, "r"]) -> None:
-        "Continue with these sentences only."
+        "Keep these sentences only."
         k = self.n_hypotheses
         hypotheses = torch.arange(k, device=sentences.device)
         self.cache.reorder((k * sentences[:, None] + hypotheses).flatten())
@@ -156,9 +156,27 @@ def decoder_state(model, src):
     return DecoderState(model, src)
 
 MAX_BEAM_SIZE = 1000
+def check_config(config) -> None:
+    "Raise ValueError if a setting of a DecodingConfig is out of range."
+    minima = {'beam_size': 1, 'n_best': 1, 'max_extra_tokens': 0, 'min_length': 0, 'no_repeat_ngram_size': 0}
+    for name, least in minima.items():
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f'{name}={value!r} must be a whole number of at least {least}')
+    for name in ('length_penalty', 'length_penalty_offset'):
+        value = getattr(config, name)
+        if not isinstance(value, (int, float)) or not 0 <= value <= 50:
+            raise ValueError(f'{name}={value!r} must be a number from 0 to 50')
+    if config.patience is not None and not 0 < config.patience < math.inf:
+        raise ValueError(f'patience={config.patience!r} must be a positive number, or None')
+    if config.beam_size > MAX_BEAM_SIZE:
+        raise ValueError(f'beam_size={config.beam_size} must be at most {MAX_BEAM_SIZE:,}: memory grows with it')
+    if config.n_best > config.beam_size:
+        raise ValueError(f'n_best={config.n_best} must be at most beam_size={config.beam_size}: raise beam_size')
+
 @dataclass(frozen=True)
 class DecodingConfig:
-    """How to search for translations: by default, as in the paper's section 6.1. ValueError if out of range.
+    """How to search for translations: by default, as in the paper's section 6.1. Raises ValueError if out of range.
 
     :param beam_size: hypotheses kept for each sentence; 1 is greedy search
     :param length_penalty: 0: none; 1: nearly proportional to the length
@@ -167,7 +185,7 @@ class DecodingConfig:
     :param min_length: and at least this many, EOS not counted
     :param no_repeat_ngram_size: no run of this many tokens occurs twice; 0: no limit
     :param n_best: translations to return for each sentence, at most `beam_size`
-    :param patience: stop at patience * beam_size finished ones; None: stop when no active one can win
+    :param patience: stop after patience * beam_size finished ones; None: when no active one can win
     """
     beam_size: int = 4
     length_penalty: float = 0.6
@@ -179,79 +197,7 @@ class DecodingConfig:
     patience: float | None = None
 
     def __post_init__(self):
-        for name in ('beam_size', 'n_best', 'max_extra_tokens', 'min_length', 'no_repeat_ngram_size'):
-            least = 1 if name in ('beam_size', 'n_best') else 0
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f'{name}={value!r} must be a whole number of at least {least}')
-        for name in ('length_penalty', 'length_penalty_offset'):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 <= value <= 50:
-                raise ValueError(f'{name}={value!r} must be a number from 0 to 50')
-        if self.patience is not None and not 0 < self.patience < math.inf:
-            raise ValueError(f'patience={self.patience!r} must be a positive number, or None')
-        if self.beam_size > MAX_BEAM_SIZE:
-            raise ValueError(f'beam_size={self.beam_size} must be at most {MAX_BEAM_SIZE:,}: memory grows with it')
-        if self.n_best > self.beam_size:
-            raise ValueError(f'n_best={self.n_best} must be at most beam_size={self.beam_size}: raise beam_size')
-
-def process_logits(
-    logits: Float[Tensor, "s k vocab_size"], ids: Int[Tensor, "s k length"], config: DecodingConfig,
-    forced: Int[Tensor, "s"] | None = None,
-) -> Float[Tensor, "s k vocab_size"]:
-    """Turn logits into log-probabilities, and apply the constraints. Raises FloatingPointError for NaN.
-
-    :param logits: changed in place
-    :param ids: tokens of each hypothesis so far, without BOS
-    :param forced: next token of each sentence's prefix; -1: any
-    :return: in nats; minus infinity for tokens that must not follow
-    """
-    logits[..., :EOS] = -math.inf # PAD and BOS
-    log_probs = logits.float().log_softmax(-1)
-    if math.isnan(log_probs[..., EOS].sum()):
-        raise FloatingPointError("the model's logits are NaN or infinite: its weights are damaged, "
-                                 'or too large for their precision')
-    length = ids.size(-1)
-    if length < config.min_length:
-        log_probs[..., EOS] = -math.inf
-    if 0 < config.no_repeat_ngram_size <= length:
-        forbid_repeats(log_probs, ids, config.no_repeat_ngram_size)
-    if forced is not None:
-        vocabulary = torch.arange(log_probs.size(-1), device=forced.device)
-        is_forbidden = (forced >= 0)[:, None] & (vocabulary != forced[:, None]) # (s, vocab_size)
-        log_probs = log_probs.masked_fill(is_forbidden[:, None], -math.inf)
-    return log_probs
-
-def forbid_repeats(log_probs, ids, n):
-    "Set tokens that would complete a second copy of an n-gram to minus infinity, in place."
-    grams = ids.unfold(-1, n, 1)             # (s, k, positions, n)
-    last = ids[..., ids.size(-1) - n + 1:]   # the n - 1 tokens before the next one
-    repeats = (grams[..., :-1] == last[..., None, :]).all(-1)
-    for s, k, i in repeats.nonzero().tolist():
-        log_probs[s, k, grams[s, k, i, -1]] = -math.inf
-
-def limits_and_prefixes(
-    model: nn.Module, src: Int[Tensor, "s n"], config: DecodingConfig, prefix: Sequence[Sequence[int]] | None,
-) -> tuple[Int[Tensor, "s"], Int[Tensor, "s m"]]:
-    """Return maximum lengths and prefixes as tensors. Raises ValueError for an impossible prefix.
-
-    :param prefix: ids that each translation begins with
-    :return: maximum lengths; prefix ids, then -1
-    """
-    max_len = model.config.max_len
-    prefix = [()] * len(src) if prefix is None else prefix
-    if len(prefix) != len(src):
-        raise ValueError(f'{len(prefix)} prefixes for {len(src)} sentences: give one for each, empty if it has none')
-    n_prefix = torch.tensor([len(ids) for ids in prefix], device=src.device)
-    forced = torch.full((len(src), max(map(len, prefix), default=0)), -1, device=src.device)
-    for row, ids in zip(forced, prefix):
-        if len(ids) >= max_len:
-            raise ValueError(f'a prefix of {len(ids)} tokens does not fit: the model has max_len={max_len} positions')
-        if not all(UNK <= i < model.config.vocab_size for i in ids):
-            raise ValueError(f'prefix {list(ids)} must hold ids of the vocabulary other than PAD, BOS and EOS')
-        row[:len(ids)] = torch.tensor(ids, dtype=torch.long, device=src.device)
-    limits = ((src != PAD).sum(1) + config.max_extra_tokens).clamp(max=max_len)
-    return torch.maximum(limits, n_prefix + 1), forced
+        check_config(self)
 
 class BeamState:
     "The hypotheses of a search: active ones as tensors, finished ones in lists."
@@ -326,7 +272,7 @@ class BeamState:
         self.done[row] = True
 
     def is_certain(self, row: int, best_log_prob: float) -> bool:
-        "Whether no active hypothesis can win: its log-probability falls, its length has a limit."
+        "Whether enough hypotheses have finished, or no active one can win: log-probabilities fall, length is limited."
         config = self.config
         sentence = self.sentence[row]
         enough = math.inf # finished hypotheses that end the search
@@ -342,7 +288,7 @@ class BeamState:
         return self.finished[sentence][-1].normalized_score >= bound
 
     def select_rows(self, rows: list[int]) -> None:
-        "Continue with these rows only."
+        "Keep these rows only."
         self.ids = self.ids[rows]
         self.log_prob = self.log_prob[rows]
         self.sentence = [self.sentence[row] for row in rows]
@@ -356,10 +302,7 @@ def rows_to_keep(done: Sequence[bool]) -> list[int] | None:
     return [row for row, is_done in enumerate(done) if not is_done]
 
 def search(
-    model: nn.Module,
-    src: Int[Tensor, "s n"],
-    config: DecodingConfig,
-    prefix: Sequence[Sequence[int]] | None,
+    model: nn.Module, src: Int[Tensor, "s n"], config: DecodingConfig, prefix: Sequence[Sequence[int]] | None,
     choose: Callable,
 ) -> list[list[Hypothesis]]:
     "Decode a batch: compute the next token's log-probabilities, `choose` candidates from them, reorder the cache."
@@ -372,7 +315,8 @@ def search(
             length = beam.ids.size(-1)
             next_forced = forced[beam.sentence, length] if length < forced.size(1) else None
             log_probs = process_logits(state.logits(tokens), beam.ids, config, next_forced)
-            state.reorder(beam.advance(*choose(beam.log_prob, log_probs)))
+            log_prob, parent, token = choose(beam.log_prob, log_probs)
+            state.reorder(beam.advance(log_prob, parent, token))
             rows = rows_to_keep(beam.done)
             if rows is not None:
                 beam.select_rows(rows)
@@ -403,7 +347,6 @@ def beam_search(
         else:
             best, index = totals.topk(min(2 * config.beam_size, totals.size(1)))
         return best, index // log_probs.size(-1), index % log_probs.size(-1)
-
     return search(model, src, config, prefix, choose)
 
 @torch.inference_mode()
@@ -417,7 +360,7 @@ def greedy(
     :param src: source ids with EOS, padded with PAD
     :param config: `beam_size`, `n_best`, `patience` have no effect
     :param prefix: ids that each translation begins with
-    :param changes: fields of `config` to replace
+    :param changes: other fields of `config` to replace
     :return: one for each sentence
     """
     config = replace(config, **changes, beam_size=1, n_best=1, patience=None)
@@ -445,6 +388,63 @@ def sample(
         probs = sampling_distribution(log_probs[:, 0], temperature, top_k, top_p)
         token = torch.multinomial(probs, 1, generator=generator) # (s, 1)
         return log_prob + log_probs[:, 0].gather(1, token), torch.zeros_like(token), token
-
     config = DecodingConfig(beam_size=1, length_penalty=0.0, max_extra_tokens=max_extra_tokens)
     return [found[0] for found in search(model, src, config, prefix, draw)]
+
+def process_logits(
+    logits: Float[Tensor, "s k vocab_size"], ids: Int[Tensor, "s k length"], config: DecodingConfig,
+    forced: Int[Tensor, "s"] | None = None,
+) -> Float[Tensor, "s k vocab_size"]:
+    """Turn logits into log-probabilities, and apply the constraints. Raises FloatingPointError for NaN.
+
+    :param logits: changed in place
+    :param ids: tokens of each hypothesis so far, without BOS
+    :param forced: next token of each sentence's prefix; -1: any
+    :return: in nats; minus infinity for tokens that must not follow
+    """
+    logits[..., :EOS] = -math.inf # PAD and BOS
+    log_probs = logits.float().log_softmax(-1)
+    if math.isnan(log_probs[..., EOS].sum()): # one NaN makes all log-probabilities of a hypothesis NaN
+        raise FloatingPointError("the model's logits are NaN or infinite: its weights are damaged, "
+                                 'or too large for their precision')
+    length = ids.size(-1)
+    if length < config.min_length:
+        log_probs[..., EOS] = -math.inf
+    if 0 < config.no_repeat_ngram_size <= length:
+        forbid_repeats(log_probs, ids, config.no_repeat_ngram_size)
+    if forced is not None:
+        vocabulary = torch.arange(log_probs.size(-1), device=forced.device)
+        is_forbidden = (forced >= 0)[:, None] & (vocabulary != forced[:, None]) # (s, vocab_size)
+        log_probs = log_probs.masked_fill(is_forbidden[:, None], -math.inf)
+    return log_probs
+
+def forbid_repeats(log_probs, ids, n):
+    "Set tokens that would complete a second copy of an n-gram to minus infinity, in place."
+    grams = ids.unfold(-1, n, 1)             # (s, k, positions, n)
+    last = ids[..., ids.size(-1) - n + 1:]   # the n - 1 tokens before the next one
+    repeats = (grams[..., :-1] == last[..., None, :]).all(-1)
+    for s, k, i in repeats.nonzero().tolist():
+        log_probs[s, k, grams[s, k, i, -1]] = -math.inf
+
+def limits_and_prefixes(
+    model: nn.Module, src: Int[Tensor, "s n"], config: DecodingConfig, prefix: Sequence[Sequence[int]] | None,
+) -> tuple[Int[Tensor, "s"], Int[Tensor, "s m"]]:
+    """Return maximum lengths and prefixes as tensors. Raises ValueError for an impossible prefix.
+
+    :param prefix: ids that each translation begins with
+    :return: maximum lengths; prefix ids, then -1
+    """
+    max_len = model.config.max_len
+    prefix = [()] * len(src) if prefix is None else prefix
+    if len(prefix) != len(src):
+        raise ValueError(f'{len(prefix)} prefixes for {len(src)} sentences: give one for each, empty if it has none')
+    n_prefix = torch.tensor([len(ids) for ids in prefix], device=src.device)
+    forced = torch.full((len(src), max(map(len, prefix), default=0)), -1, device=src.device)
+    for row, ids in zip(forced, prefix):
+        if len(ids) >= max_len:
+            raise ValueError(f'a prefix of {len(ids)} tokens does not fit: the model has max_len={max_len} positions')
+        if not all(UNK <= i < model.config.vocab_size for i in ids):
+            raise ValueError(f'prefix {list(ids)} must hold ids of the vocabulary other than PAD, BOS and EOS')
+        row[:len(ids)] = torch.tensor(ids, dtype=torch.long, device=src.device)
+    limits = ((src != PAD).sum(1) + config.max_extra_tokens).clamp(max=max_len)
+    return torch.maximum(limits, n_prefix + 1), forced
