@@ -87,7 +87,7 @@ def ranked(search: BatchSearch, i: int, found) -> tuple[list[Candidate], list[Ca
     finished = []
     active = []
     for tokens, score in zip(found.hypotheses, found.scores):
-        log_prob = score * len(tokens) ** search.exponent + search.prefix_log_probs[i]
+        log_prob = score * len(tokens) ** search.exponent + search.prefix_log_probs[i] # without its penalty
         group = finished if tokens[-1] == search.engine.tokens[EOS] else active
         group.append(Candidate(search.normalized(log_prob, len(tokens)), log_prob, tokens))
     finished.sort(key=lambda candidate: -candidate.score)
@@ -102,8 +102,8 @@ def store_result(search: BatchSearch, i: int, found, cutoff: int) -> bool:
     if len(finished) < n_best:
         return False
     if active:
-        largest = active[0].log_prob
-    else: # the best hypotheses of the last step have all ended there: every other one is less probable than these
+        largest = active[0].log_prob # all active ones have the same length, so the first is the most probable
+    else: # CTranslate2 dropped the active ones, which are less probable than those that ended at the cutoff
         ended = [candidate.log_prob for candidate in finished if len(candidate.tokens) == cutoff]
         largest = min(ended, default=math.inf) # if none ended there, nothing is known: search again
     return finished[n_best - 1].score >= search.normalized(largest, search.limits[i])
@@ -138,7 +138,7 @@ def until_certain(search: BatchSearch) -> list[list[Hypothesis]]:
     everyone = list(range(len(search.rows)))
     uncertain = search_groups(search, length_groups(search, everyone, margin))
     share = len(uncertain) / max(1, len(everyone))
-    engine.margin += 4 * share - (1 - share) / 2 # +4 for each that was searched again, -1/2 for each other
+    engine.margin += 4 * share - (1 - share) / 2 # mean of the batch: +4 if searched again, else -1/2; 0 at a ninth
     engine.margin = min(max(engine.margin, 1.0), 64.0)
     while uncertain:
         margin *= 2
