@@ -3,7 +3,7 @@
 """Kernels: replace attention, dropout and the output layer's loss with functions that need less time or memory, and
 check that the results agree."""
 
-__all__ = ['SMALL', 'ONEDNN_CACHES', 'CACHE_CAPACITY', 'fused_attention', 'to_bfloat16', 'to_float32',
+__all__ = ['SMALL', 'ONEDNN_CACHES', 'CACHE_CAPACITY', 'fused_attention', 'dot_product_attention', 'to_bfloat16', 'to_float32',
            'trains_in_bfloat16_on_cpu', 'mask_kind', 'smoothed_loss_and_gradient', 'ChunkedLoss', 'chunked_loss',
            'linear_cross_entropy', 'summed_loss', 'validate', 'FastDropout', 'cast_once', 'accelerate', 'fused_qkv',
            'suitable_threads', 'r_drop_loss_and_gradient', 'r_drop_loss', 'bound_onednn_caches', 'LossModule']
@@ -32,34 +32,38 @@ def fused_attention(
 ) -> tuple[Float[Tensor, "*batch m d_v"], None]:
     """The output of `attention.attention`, by PyTorch's fused kernels.
 
-    A fully masked query gets zeros. In training in bfloat16 on a CPU, attention is computed in float32; what its
+    A fully masked query gets zeros. When training in bfloat16 on a CPU, attention is computed in float32; what its
     backward pass needs is kept in bfloat16.
 
     :param mask: True where a query may attend
     :return: output; None in place of the weights
     """
-    if trains_in_bfloat16_on_cpu(query):
-        keep_in_bfloat16 = torch.autograd.graph.saved_tensors_hooks(to_bfloat16, to_float32)
-        with torch.autocast('cpu', enabled=False), keep_in_bfloat16:
-            output, _ = fused_attention(query.float(), key.float(), value.float(), mask)
-        return output.bfloat16(), None
     kind = mask_kind(mask)
     if kind != 'other':
-        return F.scaled_dot_product_attention(query, key, value, is_causal=kind == 'causal'), None
+        return dot_product_attention(query, key, value, is_causal=kind == 'causal'), None
     fully_masked = ~mask.any(-1, keepdim=True)
-    safe_mask = mask | fully_masked # such a row would be NaN
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=safe_mask)
+    safe_mask = mask | fully_masked # the softmax of a fully masked row would be NaN
+    output = dot_product_attention(query, key, value, attn_mask=safe_mask)
     return output.masked_fill(fully_masked, 0), None
 
 fused_attention.reference = attention # the same output, with the weights: for attention maps
 
+def dot_product_attention(query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
+    "Call PyTorch's `scaled_dot_product_attention`; when training in bfloat16 on a CPU, compute in float32."
+    if not trains_in_bfloat16_on_cpu(query):
+        return F.scaled_dot_product_attention(query, key, value, **options)
+    keep_in_bfloat16 = torch.autograd.graph.saved_tensors_hooks(to_bfloat16, to_float32)
+    with torch.autocast('cpu', enabled=False), keep_in_bfloat16:
+        output = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), **options)
+    return output.bfloat16()
+
 def to_bfloat16(saved: Tensor) -> Tensor:
-    "Round what attention keeps for its backward pass, except the log-sum of each row: half the memory."
-    has_heads = saved.dim() == 4
+    "Halve the memory of what attention saves for its backward pass; the log-sum-exp of each row stays in float32."
+    has_heads = saved.dim() == 4                        # queries, keys, values and output, but not the log-sum-exp
     return saved.bfloat16() if has_heads and saved.dtype == torch.float32 else saved
 
 def to_float32(saved: Tensor) -> Tensor:
-    "Convert what `to_bfloat16` has rounded back to float32."
+    "Convert back to float32 what `to_bfloat16` has rounded."
     return saved.float() if saved.dtype == torch.bfloat16 else saved
 
 def trains_in_bfloat16_on_cpu(query: Tensor) -> bool:
@@ -145,7 +149,7 @@ class ChunkedLoss(torch.autograd.Function):
                 d_weight.addmm_(d_logits.T, h)
             else:
                 d_weight += d_logits.T @ h
-        ctx.gradients = (d_hidden, d_weight, d_bias)         # neither inputs nor outputs
+        ctx.gradients = (d_hidden, d_weight, d_bias)         # no inputs or outputs: needs no `save_for_backward`
         return total
 
     @staticmethod
@@ -242,7 +246,7 @@ class FastDropout(nn.Dropout):
         if is_all_or_none or x.device.type != 'cpu' or torch.compiler.is_compiling():
             return super().forward(x)
         n_words = math.ceil(x.numel() / 4)              # 64 random bits serve four elements
-        words = torch.empty(n_words, dtype=torch.int64).random_(-2**63, None)
+        words = torch.empty(n_words, dtype=torch.int64).random_(-2**63, None) # None: no upper limit
         draws = words.view(torch.int16)[:x.numel()]     # from -2**15 to 2**15 - 1
         keep = torch.ge(draws, n_dropped - 2**15, out=x.new_empty(x.numel())) # 1.0 or 0.0
         return x * keep.mul_(levels / (levels - n_dropped)).view(x.shape)
@@ -261,6 +265,8 @@ def cast_once(mha: MultiHeadAttention, inputs: tuple) -> tuple | None:
 
 def accelerate(model: nn.Module) -> nn.Module:
     """Replace attention and dropout with `fused_attention` and `FastDropout`, in place.
+
+    Under autocast, each `MultiHeadAttention` then also casts its inputs only once (`cast_once`).
 
     :return: the same model
     """
