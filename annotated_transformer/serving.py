@@ -31,7 +31,7 @@ class ServerConfig:
     :param max_waiting: sentences in the queue; beyond that: 429
     :param max_sentences: sentences (lines) in one request; beyond that: 413
     :param max_bytes: bytes in one request; beyond that: 413
-    :param timeout: seconds for one request; beyond that: 408 if it is not complete, else 504
+    :param timeout: seconds for one request; beyond that: 408 if its body is incomplete, else 504
     :param max_attention: requests for attention weights in their queue; beyond that: 429
     :param log_requests: write a line of JSON to stderr for each POST request, without its text
     """
@@ -95,7 +95,7 @@ class SentenceQueue:
             self.waiting.put_nowait(item)
         try:
             return await asyncio.gather(*(item.result for item in submitted))
-        finally: # if the request ran out of time, the batcher skips its sentences; a future with a result keeps it
+        finally: # after an error or a timeout, the batcher skips the rest; a future with a result keeps it
             for item in submitted:
                 item.result.cancel()
 
@@ -162,7 +162,7 @@ def parse_body(body: bytes, content_type: str) -> dict:
             fields = urllib.parse.parse_qs(body.decode(), strict_parsing=len(body) > 0)
             return {name: values[0] if len(values) == 1 else values for name, values in fields.items()}
         fields = json.loads(body)
-        json.dumps(fields, ensure_ascii=False).encode() # raises ValueError for half a surrogate pair: it has no UTF-8
+        json.dumps(fields, ensure_ascii=False).encode() # raises ValueError for an unpaired surrogate
     except (ValueError, RecursionError):
         raise BadRequest(400, 'the body is neither JSON nor a web form in UTF-8') from None
     if not isinstance(fields, dict):
@@ -175,7 +175,7 @@ class TranslateRequest:
 
     :param texts: lines
     :param n_lines: of each text that the client sent
-    :param is_single: whether the client sent a text, not a list: then it gets a text back
+    :param is_single: whether q is a string, not a list: then the answer holds a string
     """
     texts: list[str]
     n_lines: list[int]
@@ -219,7 +219,7 @@ def translate_response(asked: TranslateRequest, found: list[list[Translation]]) 
         per_line = [next(rest) for _ in range(n_lines)] # for each line, its translations, best first
         texts = []
         for rank in range(max(len(options) for options in per_line)):
-            lines = [options[min(rank, len(options) - 1)] for options in per_line] # a blank line has one translation
+            lines = [options[min(rank, len(options) - 1)] for options in per_line] # a blank line has only one
             texts.append('\n'.join(translation.text for translation in lines))
         best.append(texts[0])
         others.append(texts[1:])
