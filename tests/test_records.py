@@ -1213,7 +1213,7 @@ def test_page_about_engines_states_the_speedups_of_the_records():
     eight_bits = [speedup('base', batch, ' int8') for batch in (1, 64)]
     assert f'it is {one[0]} times as fast as PyTorch in the smallest model' in text
     assert f'only {one[1]} times in the largest' in text
-    assert f'In batches of 64 sentences, it is {many[0]} times (smallest) and {many[1]} times (largest) as fast' in text
+    assert f'In batches of 64, it is {many[0]} times (smallest) and {many[1]} times (largest) as fast' in text
     assert f'int8 is {eight_bits[0]} times as fast as PyTorch for single sentences, and {eight_bits[1]} times' in text
     assert f'it is {exact[0]} times as fast for single sentences and {exact[1]} times in batches' in text
     assert f'(`toy`: {exact[0]} and {exact[1]})' in text
