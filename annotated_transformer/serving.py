@@ -17,7 +17,7 @@ from typing import Any
 
 from .translator import Translation
 
-LOG = logging.getLogger('annotated_transformer.server')
+LOG = logging.getLogger('annotated_transformer.server') # server.py logs the requests with it
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -86,9 +86,14 @@ class SentenceQueue:
         texts: Sequence[str],
         n_best: int = 1, # results for each sentence
     ) -> list[list]: # for each sentence, its results
-        "Wait for the results of some sentences. Raises BadRequest (429) if too many sentences are waiting."
-        if self.waiting.qsize() + len(texts) > self.config.max_waiting:
-            raise BadRequest(429, f'more than {self.config.max_waiting} sentences are waiting: try again later')
+        "Wait for the results of some sentences. Raises BadRequest (429) if the queue has no room for them."
+        max_waiting = self.config.max_waiting
+        if self.waiting.qsize() + len(texts) > max_waiting:
+            self.drop_cancelled()
+        n_waiting = self.waiting.qsize()
+        if n_waiting + len(texts) > max_waiting:
+            raise BadRequest(429, f'the queue holds at most {max_waiting} sentences, and {n_waiting} are waiting: '
+                                  'try again later')
         loop = asyncio.get_running_loop()
         submitted = [Waiting(text, n_best, loop.create_future()) for text in texts]
         for item in submitted:
@@ -99,8 +104,15 @@ class SentenceQueue:
             for item in submitted:
                 item.result.cancel()
 
+    def drop_cancelled(self) -> None:
+        "Remove the sentences of requests that ran out of time. The others keep their order."
+        for _ in range(self.waiting.qsize()):
+            item = self.waiting.get_nowait()
+            if not item.result.done():
+                self.waiting.put_nowait(item)
+
 class Batcher(SentenceQueue):
-    """Run a model on the sentences of many requests in common batches.
+    """Run a model on the sentences of many requests in shared batches.
 
     :param translate: (sentences, n_best) -> for each, its results or an exception
     :param executor: runs `translate`; default: one new thread

@@ -278,9 +278,31 @@ def test_full_queue_is_refused():
         with pytest.raises(BadRequest) as error:
             await batcher.submit(['c', 'd'])
         first.cancel()
-        return error.value.status
+        return error.value
 
-    assert asyncio.run(run()) == 429
+    error = asyncio.run(run())
+    assert error.status == 429
+    assert error.reason == 'the queue holds at most 3 sentences, and 2 are waiting: try again later'
+
+
+def test_sentences_that_ran_out_of_time_do_not_fill_the_queue():
+    async def run():
+        batcher = Batcher(echo, ServerConfig(max_waiting=3, max_sentences=3))
+        first = asyncio.create_task(batcher.submit(['a']))
+        late = asyncio.create_task(batcher.submit(['b', 'c']))
+        await asyncio.sleep(0)
+        late.cancel()
+        await asyncio.sleep(0)
+        with pytest.raises(BadRequest, match='1 are waiting'): # only 'a' counts
+            await batcher.submit(['d', 'e', 'f'])
+        second = asyncio.create_task(batcher.submit(['d', 'e']))
+        await asyncio.sleep(0)
+        task = asyncio.create_task(batcher.run())
+        found = await asyncio.gather(first, second)
+        task.cancel()
+        return [[options[0].text for options in texts] for texts in found]
+
+    assert asyncio.run(run()) == [['A'], ['D', 'E']]
 
 
 @pytest.mark.parametrize('limit', [{'max_batch': 0}, {'timeout': -1.0}, {'timeout': 0.0},
