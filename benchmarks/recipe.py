@@ -209,6 +209,7 @@ def main():
     seeds = dict(seed=1)
     if found['metrics']['paired']:
         command.append('--paired')
+        record.pop('seed', None) # of a record that was begun without pairs
         seeds = dict(seeds=list(range(1, len(SEEDS) + 1)))
     record |= about() | dict(name=args.out.stem, command=shlex.join(command)) | seeds | found
     atomic_write(args.out, json.dumps(record, indent=2) + '\n')

@@ -1392,34 +1392,200 @@ def test_full_runs_on_page_30_are_those_of_the_records():
         assert signature in shown_text('30_recipes')
 
 
-def test_page_30_says_first_which_settings_are_like_noise():
-    runs = load_result('recipe')['metrics']['variants']
-    seeds = [row for name, row in runs.items() if name.startswith('the recipe')]
-    others = {name: row for name, row in runs.items() if row not in seeds}
+def page_30(folder):
+    "What the cells of page 30 that compare settings show if `folder` holds its records."
+    cells = json.loads((Path(__file__).parents[1] / 'nbs/30_recipes.ipynb').read_text('utf-8'))['cells']
+    sources = [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'code']
+    first, last = (next(n for n, text in enumerate(sources) if part in text)
+                   for part in ("record('recipe-paired')", 'def others('))
+    setup = next(text for text in sources if 'RESULTS = ' in text)
+    shown = []
+    names = {'display': lambda each: shown.append(each.data), 'print': lambda *texts: shown.append(' '.join(texts))}
+    exec('\n'.join(line for line in setup.splitlines() if not line.startswith('%')), names)
+    names['RESULTS'] = folder
+    for source in sources[first:last + 1]:
+        *statements, final = ast.parse(source).body
+        exec(compile(ast.Module(statements, []), 'page 30', 'exec'), names)
+        if isinstance(final, ast.Expr):
+            value = eval(compile(ast.Expression(final.value), 'page 30', 'eval'), names)
+            if isinstance(value, names['Markdown']):
+                shown.append(value.data)
+        else:
+            exec(compile(ast.Module([final], []), 'page 30', 'exec'), names)
+    names['axes'][0].figure.clear()
+    return '\n'.join(shown)
 
-    def outside(metric, n_comparisons=1):
-        values = [row[metric] for row in seeds]
-        half_width = t_quantile(2, 1 - 0.05 / n_comparisons) * statistics.stdev(values) * (4 / 3) ** 0.5
-        return {name for name, row in others.items() if abs(row[metric] - statistics.mean(values)) > half_width}
 
-    bleu, chrf = outside('val_bleu'), outside('val_chrf')
-    groups = re.findall(r'noise in BLEU or chrF:\*\* (.*)\.\n|two metrics: (.*)\.\n|Outside it in both: (.*)\.\n',
-                        shown_text('30_recipes'))
-    found = [set(''.join(group).replace('peak learning rate', 'peak rate').split(', ')) for group in groups]
-    assert found == [others.keys() - bleu - chrf, bleu ^ chrf, bleu & chrf]
-    text = shown_text('30_recipes')
-    assert f'**{len(others) - len(bleu | chrf)} of {len(others)} changes cannot be told apart from noise' in text
-    assert outside('val_bleu', len(others)) == set() and outside('val_chrf', len(others)) == {'BPE-dropout 0.1'}
-    assert 'Outside the corrected interval: in BLEU none; in chrF BPE-dropout 0.1.' in text
-    assert f'{t_quantile(2, 1 - 0.05 / 14):.1f}' == '16.7' # as the page says
+def made_up_sweep(variants):
+    "A record of a sweep with random scores; the first change is worth 9 BLEU less, the second 9 chrF less."
+    numbers = np.random.default_rng(len(variants))
+    rows = {}
+    for setting in (None, *variants):
+        for run in recipe.run_names(setting) if setting else recipe.SEEDS:
+            bleu, chrf = numbers.normal((31, 54), 0.3)
+            rows[run] = {'val_bleu': bleu - 9 * (setting == variants[0]),
+                         'val_chrf': chrf - 9 * (len(variants) > 1 and setting == variants[1]), 'steps': 1386}
+    rows = {name: rows[name] for name in recipe.planned([], True) if name in rows}
+    return {'epochs': 6, 'seeds': [1, 2, 3]} | recipe.comparison(rows)
 
 
-def test_settings_on_page_30_have_the_scores_of_the_record():
-    runs = load_result('recipe')['metrics']['variants']
-    (rows,) = [table for table in shown_tables('30_recipes') if table[0][0] == 'setting']
-    cells = ' '.join(row[3] for row in rows[1:]).replace('**', '')
-    for name, row in runs.items():
-        assert f"{row['val_bleu']:.1f} ({row['val_chrf']:.1f})" in cells, name
+SWEPT = ['dropout 0.1', 'vocabulary 4,000', 'R-Drop 5', 'post-norm', *list(recipe.VARIANTS)[3:12], 'sinusoidal positions']
+
+
+@pytest.fixture(params=[1, 4, len(SWEPT), 'record'])
+def sweep(request, tmp_path):
+    "A record of a sweep, and what page 30 shows with it: three made-up ones, and the one at hand."
+    if request.param == 'record':
+        if not (record.RESULTS / 'recipe-paired.json').exists():
+            pytest.skip('no record of the sweep yet')
+        return load_result('recipe-paired'), shown_text('30_recipes')
+    made_up = made_up_sweep(SWEPT[:request.param])
+    (tmp_path / 'recipe-paired.json').write_text(json.dumps(made_up))
+    shutil.copy(record.RESULTS / 'recipe.json', tmp_path)
+    return made_up, page_30(tmp_path)
+
+
+def signed(number):
+    return f'{number:+.1f}'.replace('-', '−')
+
+
+def test_page_30_says_first_which_changes_are_like_luck(sweep):
+    swept, text = sweep
+    found, _ = recipe.paired(swept['metrics']['variants'])
+    assert found.keys() == swept['metrics']['paired'].keys()
+
+    def apart(metric):
+        return {name for name, row in found.items() if min(row[metric]['corrected']) > 0 or max(row[metric]['corrected']) < 0}
+
+    def mean(name, metric='val_bleu'):
+        return statistics.mean(found[name][metric]['differences'])
+
+    def listed(names, with_differences=True):
+        names = sorted(names, key=mean, reverse=True)
+        return '; '.join(f"{name} ({signed(mean(name))} BLEU, {signed(mean(name, 'val_chrf'))} chrF)" if with_differences else name
+                         for name in names) or 'none'
+
+    bleu, chrf = apart('val_bleu'), apart('val_chrf')
+    like_luck = found.keys() - bleu - chrf
+    changes = f"{len(found)} change{'s' if len(found) > 1 else ''}"
+    expected = [f'**{len(like_luck)} of {changes} cannot be told apart from luck after {swept["epochs"]} epochs, neither in BLEU '
+                f'nor in chrF:** {listed(like_luck, False)}.', '',
+                f'- Told apart in BLEU and chrF: {listed(bleu & chrf)}.', f'- Told apart in BLEU only: {listed(bleu - chrf)}.',
+                f'- Told apart in chrF only: {listed(chrf - bleu)}.']
+    start = text.index('**')
+    assert text[start:].splitlines()[:5] == expected
+    (missing,) = re.findall(r'^- Not compared yet: (.*)\.$', text, re.M)
+    assert set(missing.split('; ')) == recipe.VARIANTS.keys() - found.keys() or missing == 'none'
+    if 'machine' not in swept: # made up
+        assert 'dropout 0.1' in bleu - chrf and (len(found) == 1 or 'vocabulary 4,000' in chrf - bleu)
+
+
+def test_calculation_on_page_30_is_that_of_the_record(sweep):
+    swept, text = sweep
+    settings = 1 + len(swept['metrics']['paired'])
+    noise = swept['metrics']['noise']['val_bleu']
+    assert noise['degrees_of_freedom'] == 2 * (settings - 1)
+    scores_of_recipe = [swept['metrics']['variants'][name]['val_bleu'] for name in recipe.SEEDS]
+    assert 'the recipe: ' + ', '.join(f'{score:.2f}' for score in scores_of_recipe) + ' BLEU' in text
+    assert f"noise: s = {noise['spread']:.2f} BLEU, {noise['degrees_of_freedom']} degrees of freedom" in text
+    for name, confidence in (('95% interval', 0.95), ('corrected interval', recipe.CORRECTED)):
+        t = t_quantile(noise['degrees_of_freedom'], confidence)
+        half_width = t * noise['spread'] * (2 / 3) ** 0.5
+        assert f'{name}: difference ± {t:.2f} · s · √(2 / 3) = ± {half_width:.2f} BLEU' in text
+    rows = swept['metrics']['variants']
+    runs = [list(recipe.SEEDS), *map(recipe.run_names, swept['metrics']['paired'])]
+    scores = np.array([[rows[run]['val_bleu'] for run in names] for names in runs])
+    rest = scores - scores.mean(0) - scores.mean(1)[:, None] + scores.mean()
+    spreads = ((rest ** 2).sum(1) * settings / noise['degrees_of_freedom']) ** 0.5
+    assert settings == 2 or (f"spread of one setting: {spreads.min():.2f} to {spreads.max():.2f} BLEU; "
+                             f"the largest is {spreads.max() / noise['spread']:.1f} · s" in text)
+
+
+def older_sweep():
+    "The differences between the changes of the first sweep and its recipe, in BLEU and chrF, and their margins."
+    runs = {name.replace('peak rate', 'peak learning rate'): row for name, row in load_result('recipe')['metrics']['variants'].items()}
+    seeds = {metric: [row[metric] for name, row in runs.items() if name.startswith('the recipe')] for metric in recipe.METRICS}
+    margins = {metric: t_quantile(2) * statistics.stdev(values) * (4 / 3) ** 0.5 for metric, values in seeds.items()}
+    return {name: {metric: row[metric] - statistics.mean(seeds[metric]) for metric in recipe.METRICS}
+            for name, row in runs.items() if not name.startswith('the recipe')}, margins
+
+
+def test_page_30_says_what_the_older_sweep_can_tell(sweep):
+    swept, text = sweep
+    older, margins = older_sweep()
+    inside = [name for name, row in older.items() if all(abs(row[metric]) <= margins[metric] for metric in margins)]
+    assert f"± {margins['val_bleu']:.1f} BLEU or ± {margins['val_chrf']:.1f} chrF" in ' '.join(text.split())
+    assert f'In both scores, {len(inside)} of the {len(older)} changes lie inside' in text and len(inside) == 8
+    found = {name: statistics.mean(row['val_bleu']['differences']) for name, row in swept['metrics']['paired'].items()}
+    shared = {name: found[name] for name in older if name in found}
+    differ = [name for name, value in shared.items() if (value > 0) != (older[name]['val_bleu'] > 0)]
+    exception = f" (not for {'; '.join(differ)})" if differ else ''
+    changes = f"{len(shared)} change{'s' if len(shared) > 1 else ''}"
+    assert (f'agree on the sign of the difference for {len(shared) - len(differ)} of the {changes} that they share{exception}.'
+            in ' '.join(text.split()))
+
+
+TABLE_30 = {'size': {'d_ff 512': 'd_ff 512', 'wide model (d_model 256)': 'wide model (d_model 256)'}, 'norm': {'post': 'post-norm'},
+            'positions': {'sinusoidal': 'sinusoidal positions'},
+            'vocabulary': {'4,000': 'vocabulary 4,000', '16,000': 'vocabulary 16,000'},
+            'dropout': {'0.1': 'dropout 0.1', '0.2': 'dropout 0.2'},
+            'tokens per batch': {'1,024': 'batches of 1,024 tokens', '4,096': 'batches of 4,096 tokens'},
+            'peak learning rate': {'2e-3': 'peak learning rate 2e-3', '6e-3': 'peak learning rate 6e-3'},
+            'warm-up': {'200': 'warm-up 200', '1,000': 'warm-up 1,000'}, 'label smoothing': {'no': 'no label smoothing'},
+            'R-Drop': {'1': 'R-Drop 1', '5': 'R-Drop 5'}, 'BPE-dropout': {'0.1': 'BPE-dropout 0.1'},
+            'final weights': {'moving average of weights': 'moving average of weights'}}
+
+
+def test_settings_on_page_30_have_the_differences_of_the_records(sweep):
+    swept, text = sweep
+    older, _ = older_sweep()
+    rows = {line.split(' | ')[0].strip('| '): line.split(' | ')[3].strip('| ') for line in text.splitlines() if line.startswith('| ')}
+    for setting, values in TABLE_30.items():
+        expected = []
+        for value, name in values.items():
+            assert name in recipe.VARIANTS
+            if name in swept['metrics']['paired']:
+                row = swept['metrics']['paired'][name]['val_bleu']
+                mark = '' if min(row['corrected']) <= 0 <= max(row['corrected']) else '**'
+                low, high = map(signed, row['interval'])
+                expected.append(f"{value}: {mark}{signed(statistics.mean(row['differences']))}{mark} ({low} to {high})")
+            elif name in older:
+                expected.append(f"{value}: one run of 12 epochs: {signed(older[name]['val_bleu'])}")
+            else:
+                expected.append(f'{value}: not compared')
+        assert rows[setting] == '; '.join(expected)
+
+
+def test_searches_on_page_30_are_those_of_the_records():
+    (rows,) = [table for table in shown_tables('30_recipes') if table[0][0] == 'epochs']
+    older, full = load_result('recipe'), load_result('multi30k-en-de')
+    penalties = [name.removeprefix('length penalty ') for name in rows[0][2:]]
+    tried = {'12': older['searches'], '55': full['tried_on_val']}
+    assert rows[1][2] == f"{older['searches']['greedy']:.1f} (greedy)"
+    for epochs, beam, *scores in rows[2:]:
+        expected = [tried[epochs].get(f'beam {beam}, alpha {penalty}') for penalty in penalties]
+        assert scores == [f'{bleu:.1f}' if bleu else '–' for bleu in expected]
+    averages = ', '.join(f'{name} {bleu:.1f}' for name, bleu in older['averages'].items())
+    assert f"{averages} BLEU after {older['epochs']} epochs" in shown_text('30_recipes')
+
+
+def test_prose_of_page_30_has_the_plan_of_the_sweep():
+    cells = json.loads((record.RESULTS.parents[1] / 'nbs/30_recipes.ipynb').read_text('utf-8'))['cells']
+    prose = ' '.join(' '.join(''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown').split())
+    training = RECIPES[recipe.RECIPE]['training']
+    full = load_result('multi30k-en-de')['metrics']
+    search = recipe.SEARCH
+    sweeps = [made_up_sweep(SWEPT)]
+    if (record.RESULTS / 'recipe-paired.json').exists():
+        sweeps.append(load_result('recipe-paired'))
+        assert (sweeps[-1]['seeds'], sweeps[-1]['search']) == ([1, 2, 3], search) and 'seed' not in sweeps[-1]
+    for swept in sweeps:
+        steps = {row['steps'] for name, row in swept['metrics']['variants'].items() if name.startswith('the recipe')}
+        assert f"they are short: {swept['epochs']} of {training['max_epochs']} epochs" in prose
+        assert steps == {1386} and f"{swept['epochs']} epochs has 1,386 steps, of which {training['warmup_steps']} are warm-up" in prose
+    assert f"a full run has {full['steps']:,}." in prose
+    assert f'The script has {len(recipe.VARIANTS)} changes' in prose
+    assert f"a beam of {search['beam_size']} and a length penalty of {search['length_penalty']}." in prose
 
 
 def test_captions_on_page_10_have_the_scores_of_the_records():
