@@ -197,7 +197,7 @@ def recipe_paired(record):
     told_apart = [name for name, found in metrics['paired'].items()
                   if min(found['val_bleu']['corrected']) > 0 or max(found['val_bleu']['corrected']) < 0]
     return [f"val BLEU after {record['epochs']} epochs {metrics['mean']:.2f}, mean of {len(record['seeds'])} seeds",
-            f"{len(metrics['paired'])} changes of one setting, {len(told_apart)} told apart from it in BLEU"]
+            f"{len(metrics['paired'])} changes of one setting, {len(told_apart)} told apart from luck in BLEU"]
 
 
 def recurrent(record, part):
