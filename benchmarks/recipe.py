@@ -154,12 +154,13 @@ def paired(rows: dict[str, dict], variants: Iterable[str] = VARIANTS) -> tuple[d
         scores = np.array([[rows[run][metric] for run in runs] for runs in names])
         spread, df = block_noise(scores)
         noise[metric] = {'spread': spread, 'degrees_of_freedom': df}
+        standard_error = spread * math.sqrt(2 / len(SEEDS))
+        half_width = t_quantile(df) * standard_error
+        corrected = t_quantile(df, CORRECTED) * standard_error
         for name, differences in zip(complete, scores[1:] - scores[0]):
-            def interval(confidence):
-                half_width = t_quantile(df, confidence) * spread * math.sqrt(2 / len(SEEDS))
-                return differences.mean() - half_width, differences.mean() + half_width
-            found[name][metric] = {'differences': differences.tolist(), 'interval': interval(0.95),
-                                   'corrected': interval(CORRECTED), 'alone': t_interval(differences)}
+            mean = differences.mean()
+            found[name][metric] = {'differences': differences.tolist(), 'interval': (mean - half_width, mean + half_width),
+                                   'corrected': (mean - corrected, mean + corrected), 'alone': t_interval(differences)}
     return found, noise
 
 def comparison(rows: dict[str, dict], variants: Iterable[str] = VARIANTS) -> dict:
@@ -206,12 +207,14 @@ def main():
     found = comparison(rows)
     command = ['python', 'benchmarks/recipe.py', '--data-dir', 'DIR', '--epochs', str(args.epochs),
                f'--flags={args.flags}', '--jobs', str(args.jobs), '--out', f'benchmarks/results/{args.out.name}', *only]
-    seeds = dict(seed=1)
+    more = dict(seed=1)
     if found['metrics']['paired']:
         command.append('--paired')
         record.pop('seed', None) # of a record that was begun without pairs
-        seeds = dict(seeds=list(range(1, len(SEEDS) + 1)))
-    record |= about() | dict(name=args.out.stem, command=shlex.join(command)) | seeds | found
+        more = dict(seeds=list(range(1, len(SEEDS) + 1)))
+    if args.jobs > 1:
+        more['note'] = f'{args.jobs} runs at a time: their minutes include waiting for each other and for other programs'
+    record |= about() | dict(name=args.out.stem, command=shlex.join(command)) | more | found
     atomic_write(args.out, json.dumps(record, indent=2) + '\n')
     show(found['metrics'])
     for name, bleu in (record.get('averages', {}) | record.get('searches', {})).items(): print(f'{name:<28} val BLEU {bleu:.2f}')
