@@ -22,12 +22,13 @@ How it measures:
   others' medians too. A worker sleeps while it is not measured.
 - The record holds every round of the number that counts; the tables show the median, the smallest and the largest.
 - All engines search alike: greedily or with a beam of 4, scores divided by the number of tokens, until as many
-  hypotheses have finished as the beam is wide. Our default, which stops when no active hypothesis can win, has rows of
-  its own.
+  hypotheses have finished as the beam is wide. The default settings of our library have rows of their own: it divides
+  scores by a length penalty of 0.6, and stops when no active hypothesis can win.
 - A model with random weights never ends a translation: each has as many tokens as its source, EOS included. A
   stopping rule then makes no difference, so there are no rows for it.
 - `ids` is from token ids to token ids, `text` from text to text; both are measured in the same rounds, in the same
   batches, sorted by the number of ids. A batch of 1 gives the latency of single sentences: median and 95th percentile.
+- The load average before the start is in the record: on an idle machine, it is close to 0.
 
 On a GPU, PyTorch and transformers compute in float32 and in float16, and CTranslate2 in float16. CTranslate2 4.8 loads
 cuBLAS 12 from the library path (LD_LIBRARY_PATH).
@@ -49,27 +50,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OURS = 'annotated_transformer'
-OURS_EXACT = 'annotated_transformer, until none can win'
+OURS_DEFAULT = 'annotated_transformer, default settings'
 OURS_CTRANSLATE2 = 'annotated_transformer with CTranslate2'
 OURS_CTRANSLATE2_INT8 = 'annotated_transformer with CTranslate2 int8'
-OURS_CTRANSLATE2_EXACT = 'annotated_transformer with CTranslate2, until none can win'
+OURS_CTRANSLATE2_DEFAULT = 'annotated_transformer with CTranslate2, default settings'
+OURS_CTRANSLATE2_INT8_DEFAULT = 'annotated_transformer with CTranslate2 int8, default settings'
 TRANSFORMERS = 'transformers'
 CTRANSLATE2 = 'CTranslate2 float32'
 CTRANSLATE2_INT8 = 'CTranslate2 int8'
 CTRANSLATE2_WORKERS = 'CTranslate2 float32, a worker for each thread'
 CTRANSLATE2_INT8_WORKERS = 'CTranslate2 int8, a worker for each thread'
 OLD = 'annotated_transformer 0.1.0'
-ENGINES = (OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_INT8, OURS_CTRANSLATE2_EXACT, TRANSFORMERS, CTRANSLATE2,
-           CTRANSLATE2_INT8, CTRANSLATE2_WORKERS, CTRANSLATE2_INT8_WORKERS)
+DEFAULT = (OURS_DEFAULT, OURS_CTRANSLATE2_DEFAULT, OURS_CTRANSLATE2_INT8_DEFAULT) # differ from other rows with a beam only
+ENGINES = (OURS, OURS_CTRANSLATE2, OURS_CTRANSLATE2_INT8, *DEFAULT, TRANSFORMERS, CTRANSLATE2, CTRANSLATE2_INT8,
+           CTRANSLATE2_WORKERS, CTRANSLATE2_INT8_WORKERS)
 WORKERS = (CTRANSLATE2_WORKERS, CTRANSLATE2_INT8_WORKERS) # divide a batch, as our engine does; one sentence cannot be divided
-EXACT = (OURS_EXACT, OURS_CTRANSLATE2_EXACT) # differ from the row above with a beam only
 OURS_HALF = 'annotated_transformer float16'
 OURS_CTRANSLATE2_HALF = 'annotated_transformer with CTranslate2 float16'
 TRANSFORMERS_HALF = 'transformers float16'
 CTRANSLATE2_HALF = 'CTranslate2 float16'
-ON_GPU = (OURS, OURS_HALF, OURS_EXACT, OURS_CTRANSLATE2_HALF, TRANSFORMERS, TRANSFORMERS_HALF, CTRANSLATE2_HALF)
+ON_GPU = (OURS, OURS_HALF, OURS_DEFAULT, OURS_CTRANSLATE2_HALF, TRANSFORMERS, TRANSFORMERS_HALF, CTRANSLATE2_HALF)
 TEXT_ENGINES = ( # also translate from text to text
-    OURS, OURS_EXACT, OURS_CTRANSLATE2, OURS_CTRANSLATE2_INT8, OURS_CTRANSLATE2_EXACT, OURS_HALF, OURS_CTRANSLATE2_HALF)
+    OURS, OURS_HALF, OURS_CTRANSLATE2, OURS_CTRANSLATE2_HALF, OURS_CTRANSLATE2_INT8, *DEFAULT)
 SEARCH = {'length_penalty': 1.0, 'length_penalty_offset': 0.0}
 SIZES = { # of the models with random weights
     'toy': {'vocab_size': 1_000, 'n_layers': 2, 'd_model': 128, 'd_ff': 256, 'n_heads': 4},
@@ -83,7 +85,7 @@ REST = 0.3 # seconds between measurements, so that the last engine's threads hav
 
 # --- the engines: each returns a function from (rows, beam size) to outputs; rows are ids with EOS, or texts
 
-def our_engine(prepared, threads, engine, patience, device, compute_type='float32'):
+def our_engine(prepared, threads, engine, device, compute_type, has_default_settings):
     import torch
     from annotated_transformer.inference import DecodingConfig
     from annotated_transformer.translator import Translator
@@ -93,15 +95,21 @@ def our_engine(prepared, threads, engine, patience, device, compute_type='float3
         translator.model.to(getattr(torch, compute_type))
     else:
         translator = Translator.load(prepared['model'], device=device, engine=engine, compute_type=compute_type)
-    search = {**SEARCH, 'max_extra_tokens': prepared['max_extra_tokens']}
+    search = asdict(DecodingConfig(max_extra_tokens=prepared['max_extra_tokens']))
+    if not has_default_settings:
+        search |= {**SEARCH, 'patience': 1.0}
+
+    def settings_of(beam):
+        return {**search, 'beam_size': beam, 'patience': search['patience'] if beam > 1 else None}
 
     def from_ids(rows, beam):
-        config = DecodingConfig(beam_size=beam, patience=patience if beam > 1 else None, **search)
+        config = DecodingConfig(**settings_of(beam))
         return [best[0].ids for best in translator.engine.beam_search(rows, config)]
 
     def from_text(texts, beam):
-        return translator.translate(texts, beam_size=beam, patience=patience if beam > 1 else None,
-                                    batch_tokens=10**6, **search)
+        settings = settings_of(beam)
+        del settings['n_best'] # one translation for each text
+        return translator.translate(texts, batch_tokens=10**6, **settings)
 
     return from_ids, from_text
 
@@ -173,12 +181,11 @@ def number_format(name):
     return 'float16' if 'float16' in name else 'float32'
 
 def make_engine(name, prepared, threads, device):
-    patience = None if name in EXACT else 1.0
     if name == OLD:
         return old_engine(prepared, threads)
     if name.startswith(OURS):
         engine = 'ctranslate2' if 'CTranslate2' in name else 'pytorch'
-        return our_engine(prepared, threads, engine, patience, device, number_format(name))
+        return our_engine(prepared, threads, engine, device, number_format(name), name in DEFAULT)
     if name.startswith(TRANSFORMERS):
         return transformers_engine(prepared, threads, device, number_format(name))
     n_workers = threads if name in WORKERS else 1
@@ -327,13 +334,13 @@ def cells_of(args):
     "Every combination of search and batch size."
     for beam in args.beams:
         for batch in args.batches:
-            sentences = args.sentences if batch > 1 else max(5, args.sentences // 10)
+            sentences = args.sentences if batch > 1 else args.single_sentences
             yield {'beam': beam, 'batch': batch, 'sentences': sentences}
 
 def contestants(cell, engines):
     "The engines to measure in a cell, each with its units."
     names = [name for name in engines
-             if not (name in EXACT and cell['beam'] == 1) and not (name in WORKERS and cell['batch'] == 1)]
+             if not (name in DEFAULT and cell['beam'] == 1) and not (name in WORKERS and cell['batch'] == 1)]
     return [(name, unit) for unit in ('ids', 'text') for name in names if unit == 'ids' or name in TEXT_ENGINES]
 
 def median_seconds(results):
@@ -431,7 +438,8 @@ def arguments():
     parser.add_argument('--corpus', default='toy-ende', choices=['toy-ende', 'multi30k'])
     parser.add_argument('--split', default='test')
     parser.add_argument('--data-dir', type=Path, help='folder of Multi30k')
-    parser.add_argument('--sentences', type=int, default=500, help='for batches of 1, a tenth of them (500)')
+    parser.add_argument('--sentences', type=int, default=500, help='in batches of more than 1 (500)')
+    parser.add_argument('--single-sentences', type=int, help='in batches of 1 (a tenth of --sentences, at least 5)')
     parser.add_argument('--beams', type=int, nargs='+', default=[1, 4])
     parser.add_argument('--batches', type=int, nargs='+', default=[1, 8, 64])
     parser.add_argument('--rounds', type=int, default=5)
@@ -450,13 +458,16 @@ def arguments():
     args = parser.parse_args()
     possible = ON_GPU if args.device == 'cuda' else ENGINES
     args.engines = args.engines or list(possible)
+    args.single_sentences = args.single_sentences or max(5, args.sentences // 10)
+    if args.single_sentences > args.sentences:
+        parser.error('--single-sentences: at most as many as --sentences')
     impossible = [name for name in args.engines if name not in possible]
     if impossible:
         parser.error(f'--engines: {"; ".join(impossible)} cannot be measured with --device {args.device}')
     if args.device == 'cuda' and not args.worker:
         args.thread_counts = [1]
     if args.size:
-        args.engines = [name for name in args.engines if name not in EXACT]
+        args.engines = [name for name in args.engines if name not in DEFAULT]
     if args.old and (args.size or args.model):
         parser.error('--old brings its own model: leave out --size and --model')
     if args.old and not args.worker:
@@ -484,13 +495,13 @@ def main():
     out = args.out or RESULTS / f'{name}.json'
     with tempfile.TemporaryDirectory() as folder:
         path, prepared = prepare(args, Path(folder))
-        settings = {name: getattr(args, name) for name in ('size', 'corpus', 'split', 'sentences', 'beams', 'batches',
+        settings = {name: getattr(args, name) for name in ('size', 'corpus', 'split', 'sentences', 'single_sentences', 'beams', 'batches',
                                                            'rounds', 'thread_counts', 'engines', 'device')}
         settings |= {'search': {**SEARCH, 'max_extra_tokens': prepared['max_extra_tokens']},
                      'model': asdict(load_model(prepared['model']).config)}
         record = {'name': name, **about(), 'metrics': [], 'settings': settings,
                   'weights_sha256': checksum(Path(prepared['model']) / 'model.safetensors')['sha256'],
-                  'cpu_model': cpu_model()}
+                  'cpu_model': cpu_model(), 'load_average': round(os.getloadavg()[0], 2)}
         record['versions'] |= {'transformers': transformers.__version__}
         if uses_ctranslate2(args):
             import ctranslate2

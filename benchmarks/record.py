@@ -14,6 +14,7 @@ import json
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from bisect import bisect_left
@@ -58,11 +59,19 @@ def machine() -> str:
     "Return the processor's name and the number of cores that this process may use."
     return f'{cpu_model()}, {available_cores()} cores'
 
+def commit() -> str:
+    "Return the commit of this checkout, with a + if the code has been changed since; '' outside a checkout."
+    def git(*args):
+        return subprocess.run(['git', *args], cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
+
+    changed = git('status', '--porcelain', '--', ':/*.py')
+    return git('rev-parse', '--short', 'HEAD') + ('+' if changed else '')
+
 def about() -> dict:
-    "Return what stands beside every measurement: the command, the machine, the date, the versions of libraries."
+    "Return what stands beside every measurement: command, machine, date, commit, versions of libraries."
     command = ['python', f'benchmarks/{Path(sys.argv[0]).name}', *sys.argv[1:]]
     return {'command': shlex.join(command), 'machine': machine(), 'cpu_flags': cpu_flags(), 'date': str(date.today()),
-            'versions': versions()}
+            'commit': commit(), 'versions': versions()}
 
 def report_tokenized(translations: list[str], references: list[str]) -> dict:
     """Return what we measure of text that is lower-cased and tokenized already: BLEU as older papers compute it, and chrF.

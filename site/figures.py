@@ -104,6 +104,11 @@ def gender_path(record):
             f"{model['two_strongest']['patching']:.2f}" for name, model in record['models'].items()]
 
 
+def gpu_six_minutes(record):
+    return [f"{name}: BLEU {mean(found['val_bleu']):.2f} on val, {mean(found['test_bleu']):.2f} on the test set"
+            for name, found in record['metrics'].items()]
+
+
 def head_orders(record):
     names = {'learned': 'learned gates', 'by_gradient_trained': 'heads chosen by gradient, then trained',
              'random_trained': 'random heads, then trained'}
@@ -261,7 +266,7 @@ PICKERS = {
     'attention-adversaries': attention_adversaries, 'bugs': bugs,
     'caption-attention': caption_attention, 'claims': claims, 'complexity': complexity, 'data-sizes': data_sizes,
     'decode-speed': decode_speed, 'engines': engines, 'errors': errors, 'gender-path': gender_path,
-    'head-orders': head_orders, 'heads': heads, 'inference': inference, 'kills': kills, 'large-corpus': large_corpus,
+    'gpu-six-minutes': gpu_six_minutes, 'head-orders': head_orders, 'heads': heads, 'inference': inference, 'kills': kills, 'large-corpus': large_corpus,
     'mbr': mbr, 'memory': memory, 'more-bugs': more_bugs, 'own-experiment': own_experiment, 'paired': paired,
     'positions': positions, 'processes': processes, 'recipe': recipe, 'recipe-paired': recipe_paired,
     'serving': serving, 'site': site, 'toy-errors': toy_errors, 'train-speed': train_speed,

@@ -1232,7 +1232,7 @@ def measured(script, out, *flags):
 def test_decode_speed_measures_some_batch_sizes_again(tmp_path, monkeypatch):
     "The others stay as they are. Another machine or other settings are refused."
     import decode_speed
-    args = argparse.Namespace(beams=[1, 4], batches=[1, 8, 64], sentences=20, cells=None, again=[])
+    args = argparse.Namespace(beams=[1, 4], batches=[1, 8, 64], sentences=20, single_sentences=5, cells=None, again=[])
     speeds = iter(range(100))
 
     def row_of(args, path, cell):
@@ -1289,7 +1289,7 @@ def test_decode_speed_measures_half_precision_on_a_gpu(monkeypatch, capsys):
     import decode_speed
     monkeypatch.setattr(sys, 'argv', ['decode_speed.py', '--size', 'base', '--device', 'cuda'])
     args = decode_speed.arguments()
-    assert set(decode_speed.ON_GPU) - set(args.engines) == {decode_speed.OURS_EXACT} # random weights never end
+    assert set(decode_speed.ON_GPU) - set(args.engines) == {decode_speed.OURS_DEFAULT} # random weights never end
     assert args.thread_counts == [1]
     assert {decode_speed.number_format(name) for name in args.engines if 'CTranslate2' in name} == {'float16'}
     monkeypatch.setattr(sys, 'argv', ['decode_speed.py', '--engines', decode_speed.CTRANSLATE2_HALF])
