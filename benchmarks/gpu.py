@@ -31,8 +31,10 @@ The record holds the changes that all three seeds have finished, and names the o
 --runs: on another machine, copy these files there, and the same command trains what is missing.
 
 Weights and length penalties are chosen on `val`. The settings of full were not: when they were chosen, the test scores of
-earlier runs of six minutes were known (gpu-six-minutes.json, page 78). Matrix products use TF32. With CUDA's multi-process service (nvidia-cuda-mps-control),
-the kernels of several processes run at the same time; without it, the processes take turns.
+earlier runs of six minutes were known (gpu-six-minutes.json, page 78).
+
+Matrix products use TF32. With CUDA's multi-process service (nvidia-cuda-mps-control), the kernels of several processes run at
+the same time; without it, the processes take turns.
 """
 import argparse
 import json

@@ -101,7 +101,7 @@ def test_sentence_on_tokenized_text_has_the_scores_of_the_records():
     bleus = [each['scores']['test']['lowercased_tokenized_bleu'] for each in found]
     low, high = t_interval(bleus)
     text = ' '.join(README.split())
-    assert f'reaches {statistics.mean(bleus):.2f} ± {(high - low) / 2:.1f} (3 seeds)' in text
+    assert f'reaches {statistics.mean(bleus):.2f} ± {(high - low) / 2:.1f} (3 seeds; we [knew]' in text
     assert {each['metrics']['parameters'] for each in found} == {record('multi30k-en-de')['metrics']['parameters']}
     assert {each['note'].split()[0] for each in found} == {'15'} and 'Fifteen models shared the H200' in text
 
