@@ -360,6 +360,15 @@ def test_models_that_ctranslate2_cannot_represent(tmp_path, config, reason):
         assert len(caught) == 1 and found.engine.name == 'PyTorch'
 
 
+def test_the_command_line_says_once_that_pytorch_translates(tmp_path, capsys):
+    from annotated_transformer.cli import main
+    folder = write_model(tmp_path / 'model', RelativeConfig(**SIZES, positions='alibi'))
+    main(['translate', '--model', str(folder), '--device', 'cpu', 'w1 w2', 'w3 w4'])
+    found = capsys.readouterr()
+    assert len(found.out.splitlines()) == 2
+    assert found.err.count('PyTorch translates in float32, not CTranslate2') == found.err.count('alibi') == 1
+
+
 def test_auto_chooses_what_is_installed(monkeypatch):
     assert Translator.load(SHIPPED, 'cpu').engine.name == 'PyTorch'
     assert Translator.load(SHIPPED, 'cpu', 'auto').engine.name == 'CTranslate2 in float32'
