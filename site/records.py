@@ -241,8 +241,8 @@ def decoding_speed(records):
             milliseconds = f"{latency['median']:.1f} ({latency['95 %']:.1f})" if latency else ''
             shown = f"{value:,.1f} ({row['slowest']:,.1f} to {row['fastest']:,.1f})"
             measured = source | {'date': row.get('measured', source['date'])}
-            rows.append([cell(size), cell(row['engine']), cell(row['beam']), cell(row['batch']), cell(units[row['unit']]),
-                         cell(row['threads']), cell(shown, value),
+            rows.append([cell(size), cell(row['engine']), cell(row['beam']), cell(row['batch']),
+                         cell(units[row['unit']]), cell(row['threads']), cell(shown, value),
                          cell(milliseconds, latency['median'] if latency else ''), cell(record_link(record_name)),
                          *how(measured)])
             if record_name == 'decode-speed' and (row['beam'], row['batch'], row['unit']) == (4, 64, 'ids'):
