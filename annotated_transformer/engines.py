@@ -431,10 +431,10 @@ def choose_engine(
     is_wanted = engine == 'ctranslate2' or compute_type != 'float32'
     if obstacle is None:
         return CTranslate2Engine(converted_folder(folder), model, tokenizer, device, compute_type, is_wanted)
-    if isinstance(obstacle, ImportError) and is_wanted:
-        raise obstacle
-    if is_wanted:
+    if not isinstance(obstacle, ImportError):
         warnings.warn(f'PyTorch translates in float32, not CTranslate2: {obstacle}')
+    elif is_wanted:
+        raise obstacle
     return PyTorchEngine(model)
 
 def ctranslate2_obstacle(model: nn.Module, device: str) -> Exception | None:

@@ -267,6 +267,7 @@ def accelerate(model: nn.Module) -> nn.Module:
     """Replace attention and dropout with `fused_attention` and `FastDropout`, in place.
 
     Under autocast, each `MultiHeadAttention` then also casts its inputs only once (`cast_once`).
+    A second call changes nothing.
 
     :return: the same model
     """
@@ -275,7 +276,8 @@ def accelerate(model: nn.Module) -> nn.Module:
             for caller in (module, module.attention_fn): # with rotary positions, an object calls `attention`
                 if getattr(caller, 'attention_fn', None) is attention:
                     caller.attention_fn = fused_attention
-            module.register_forward_pre_hook(cast_once)
+            if cast_once not in module._forward_pre_hooks.values(): # accelerated before
+                module.register_forward_pre_hook(cast_once)
         if type(module) is nn.Dropout:
             module.__class__ = FastDropout # another `forward`; `p`, mode and hooks stay
     return model

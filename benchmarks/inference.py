@@ -30,7 +30,7 @@ from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.translator import Translator
 from annotated_transformer.vocabulary import EOS, PAD
 
-RESULTS = Path(__file__).parent / 'results'
+PATH = Path(__file__).parent / 'results/inference.json'
 BUSY_ROUNDS = 5 # a search with two threads that wait for one another take many times as long
 SETTINGS = {'greedy, 1 sentence': (1, 1), 'beam 4, 1 sentence': (4, 1), 'beam 4, batch of 64': (4, 64)}
 
@@ -210,6 +210,7 @@ def main():
     parser = argparse.ArgumentParser(description='Compare inference with the reference search.')
     parser.add_argument('--rounds', type=int, default=15)
     parser.add_argument('--sentences', type=int, default=1000, help='0: measure only, keep the comparison')
+    parser.add_argument('--out', type=Path, default=PATH, help='the record (default: benchmarks/results/inference.json)')
     args = parser.parse_args()
     torch.set_num_threads(1)
     translator = Translator.load(device='cpu')
@@ -229,14 +230,13 @@ def main():
     with busy_core():
         threads['with another program on one core'] = measure_threads(translator.model, rows, BUSY_ROUNDS)
     print(json.dumps({**without, 'one thread for small steps': threads}, indent=1), flush=True)
-    path = RESULTS / 'inference.json'
     if args.sentences:
         equality = {name: compare(*model_and_rows) for name, model_and_rows in models.items()}
     else:
-        equality = json.loads(path.read_text())['equality']
+        equality = json.loads(PATH.read_text())['equality']
     result = {**about(), 'threads': 1, 'settings': list(SETTINGS), 'milliseconds': with_all,
               'without': without, 'without_suitable_threads': threads, 'equality': equality}
-    atomic_write(path, json.dumps(result, indent=1) + '\n')
+    atomic_write(args.out, json.dumps(result, indent=1) + '\n')
     print(json.dumps(result, indent=1))
 
 

@@ -38,8 +38,8 @@ from annotated_transformer.translator import Translator
 RESULTS = Path(__file__).parent / 'results'
 MAX_ORDER = 4 # words of the longest n-grams that BLEU counts
 N_SAMPLES = 8 # translations that a record holds, from all over the last split
-PATHS = ('data_dir', 'src', 'tgt', 'val_src', 'val_tgt', 'test_src', 'test_tgt', 'tsv', 'extra_src', 'extra_tgt',
-         'prepared')
+PATHS = ('data_dir', 'src', 'tgt', 'val_src', 'val_tgt', 'test_src', 'test_tgt', 'tsv', 'val_tsv', 'test_tsv', 'extra_src',
+         'extra_tgt', 'prepared')
 
 def cpu_info(field: str) -> str:
     "Return a field of the first processor in Linux's /proc/cpuinfo; '' elsewhere."

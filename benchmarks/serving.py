@@ -11,11 +11,13 @@ model takes its place, and --texts names a file with sentences for it. Each part
 hypotheses have finished.
 
 Server and clients share this machine. Other programs disturb rates and latencies, so the record has the load of the
-machine, and the ratio of processor times as well, which they hardly disturb.
+machine before the program started and around each part, every round, and the ratio of processor times, which they hardly
+disturb. It names the model and the sentences by their hashes, not by their paths.
 """
 import argparse
 import asyncio
 import gzip
+import hashlib
 import itertools
 import json
 import math
@@ -33,11 +35,11 @@ from statistics import median, quantiles
 
 import psutil
 import torch
-from record import about
+from record import about, public_settings
 
 from annotated_transformer.checkpoints import build_model
 from annotated_transformer.corpora import CorpusConfig, load_corpus
-from annotated_transformer.files import atomic_write
+from annotated_transformer.files import atomic_write, checksum, read_json
 from annotated_transformer.recipe import default_run
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.translator import SHIPPED, Translator
@@ -47,15 +49,18 @@ PATH = Path(__file__).parent / 'results/serving.json'
 N_CLIENTS = 32
 EXACT = ['--beam-patience', 'inf'] # search until no active hypothesis can win
 OVERSIZED = b'{"q": "' + b'a' * 300_000 + b'"}'
-BAD_REQUESTS = { # kind: body, bytes that the header promises, whether the client reads the answer
-    'invalid JSON': (b'{"q": ', None, True),
-    'a number for q': (b'{"q": 3}', None, True),
-    'an unknown language': (b'{"q": "The dog sleeps.", "target": "fr"}', None, True),
-    '300,000 bytes': (OVERSIZED, None, True),
-    'not HTTP': (None, None, True),
-    'cut off': (b'{"q": "The dog', 1000, False),
-    'the client leaves': (b'{"q": "The dog sleeps."}', None, False),
+BAD_REQUESTS = { # kind: body, bytes that the header promises, what the client does then
+    'invalid JSON': (b'{"q": ', None, 'reads'),
+    'a number for q': (b'{"q": 3}', None, 'reads'),
+    'an unknown language': (b'{"q": "The dog sleeps.", "target": "fr"}', None, 'reads'),
+    '300,000 bytes': (OVERSIZED, None, 'reads'),
+    'not HTTP': (None, None, 'reads'),
+    'cut off': (b'{"q": "The dog', 1000, 'ends its side'),
+    'the client leaves': (b'{"q": "The dog sleeps."}', None, 'leaves'),
 }
+CLOSED = 'closed by the server without an answer'
+CLOSED_IN_TIME = 5 # seconds that a server has to close the connection of a client that ended its side
+LEFT = 'sent, then closed by the client'
 
 
 class Server:
@@ -107,6 +112,7 @@ class Client:
     def __init__(self, port):
         self.port = port
         self.connection = None
+        self.resends = 0 # good requests that were sent once more
 
     async def good(self, sentence: str) -> tuple[int, str | None]:
         """The status and the translation; status 0: the connection was lost.
@@ -125,32 +131,54 @@ class Client:
             self.connection = None
             writer.close()
             if was_idle and not getattr(error, 'partial', b''):
+                self.resends += 1
                 return await self.good(sentence)
             return 0, None
         return status, json.loads(body).get('translatedText')
 
     async def bad(self, kind: str) -> str:
-        "What became of a bad request: the status, or 'closed'."
-        body, length, reads = BAD_REQUESTS[kind]
+        "What the client of a bad request saw: the status, or how the connection ended."
+        body, length, then = BAD_REQUESTS[kind]
         reader, writer = await asyncio.open_connection('127.0.0.1', self.port)
         try:
             writer.write(b'\x16\x03\x01 this is not HTTP\r\n\r\n' if body is None else http(body, length))
             await writer.drain()
-            return str((await read_answer(reader))[0]) if reads else 'closed'
+            if then == 'leaves':
+                return LEFT
+            if then == 'ends its side':
+                writer.write_eof()
+                return await ending(reader)
+            return str((await read_answer(reader))[0])
         except (OSError, asyncio.IncompleteReadError):
-            return 'closed'
+            return CLOSED
         finally:
             writer.close()
 
 
-async def send_all(port: int, jobs: list, on_done) -> list:
-    "Let the clients send jobs, (sentence, None) or (None, kind), each as soon as its last one is answered."
+async def ending(reader) -> str:
+    "How the server ends a connection on which nothing more will come."
+    try:
+        answer = await asyncio.wait_for(reader.read(), CLOSED_IN_TIME)
+    except asyncio.TimeoutError:
+        return f'still open after {CLOSED_IN_TIME} seconds'
+    if answer:
+        return answer.split()[1].decode()
+    return f'{CLOSED} within {CLOSED_IN_TIME} seconds'
+
+
+async def send_all(port: int, jobs: list, on_done) -> tuple[list, int]:
+    """Let the clients send jobs, (sentence, None) or (None, kind), each as soon as its last one is answered.
+
+    Returns the seconds and the result of each job, and how many good requests were sent a second time.
+    """
     todo = iter(enumerate(jobs))
     results = [None] * len(jobs)
+    clients = []
     n_done = itertools.count(1)
 
     async def work():
         client = Client(port)
+        clients.append(client)
         for i, (sentence, kind) in todo:
             start = time.perf_counter()
             result = await (client.good(sentence) if kind is None else client.bad(kind))
@@ -158,7 +186,7 @@ async def send_all(port: int, jobs: list, on_done) -> list:
             on_done(next(n_done))
 
     await asyncio.gather(*(work() for _ in range(N_CLIENTS)))
-    return results
+    return results, sum(client.resends for client in clients)
 
 
 def offline(
@@ -178,17 +206,19 @@ def spread(values: list[float], digits: int) -> list[float]:
 def throughput(model, sentences: list[str], rounds: int, patience: float | None = None) -> dict:
     "Compare 32 clients of single sentences with one offline call, in alternation. Both search with this patience."
     options = EXACT if patience is None else ['--beam-patience', str(patience)]
-    translator = Translator.load(model, 'cpu', engine='auto')
     before = os.getloadavg()
+    translator = Translator.load(model, 'cpu', engine='auto')
     offline(translator, sentences[:64], patience)
     found = {'offline': [], 'served': [], 'ratio': [], 'processor_ratio': [], 'median_ms': [], 'p95_ms': []}
     n_same = 0
+    n_resends = 0
     with running(model, options) as (server, _):
         asyncio.run(send_all(server.port, [(sentence, None) for sentence in sentences[:64]], lambda n: None))
         for _ in range(rounds):
             expected, seconds, cpu = offline(translator, sentences, patience)
             start, server_start = time.perf_counter(), server.seconds()
-            results = asyncio.run(send_all(server.port, [(text, None) for text in sentences], lambda n: None))
+            results, resends = asyncio.run(send_all(server.port, [(text, None) for text in sentences], lambda n: None))
+            n_resends += resends
             served = (time.perf_counter() - start) / len(sentences)
             served_cpu = (server.seconds() - server_start) / len(sentences)
             latencies = quantiles([1000 * latency for latency, _ in results], n=20)
@@ -198,20 +228,21 @@ def throughput(model, sentences: list[str], rounds: int, patience: float | None 
                 found[name].append(value)
             print({name: round(values[-1], 2) for name, values in found.items()}, flush=True)
     return {'engine': translator.engine.name, 'threads': torch.get_num_threads(), 'sentences': len(sentences),
-            'rounds': rounds, 'same': n_same,
+            'rounds': rounds, 'same': n_same, 'resends': n_resends,
             'mean_words': round(sum(len(text.split()) for text in sentences) / len(sentences), 1),
             'load': [round(before[0], 1), round(os.getloadavg()[0], 1)],
             **({} if patience is None else {'patience': patience}),
-            **{name: spread(values, 3 if 'ratio' in name else 1) for name, values in found.items()}}
+            **{name: spread(values, 3 if 'ratio' in name else 1) for name, values in found.items()},
+            'by_round': {name: [round(value, 4) for value in values] for name, values in found.items()}}
 
 
 def soak(model, sentences: list[str], n_requests: int) -> dict:
     "Send many requests, a tenth of them bad, and look at answers, log and memory."
+    before = os.getloadavg()
     expected = dict(zip(sentences, offline(Translator.load(model, 'cpu', engine='auto'), sentences)[0]))
     texts = itertools.cycle(sentences)
     kinds = itertools.cycle(BAD_REQUESTS)
     jobs = [(None, next(kinds)) if i % 10 == 9 else (next(texts), None) for i in range(n_requests)]
-    before = os.getloadavg()
     with running(model, EXACT) as (server, log):
         memory = [[0, server.megabytes()]]
 
@@ -220,18 +251,40 @@ def soak(model, sentences: list[str], n_requests: int) -> dict:
                 memory.append([n, server.megabytes()])
 
         start = time.perf_counter()
-        results = asyncio.run(send_all(server.port, jobs, watch))
+        results, n_resends = asyncio.run(send_all(server.port, jobs, watch))
         minutes = (time.perf_counter() - start) / 60
         time.sleep(1)
         lines = log.read_text().splitlines()
     good = [(sentence, result) for (sentence, kind), (_, result) in zip(jobs, results) if kind is None]
     bad = {kind: Counter(result for (_, k), (_, result) in zip(jobs, results) if k == kind) for kind in BAD_REQUESTS}
     return {'requests': n_requests, 'minutes': round(minutes, 1), 'good': len(good),
-            'statuses': dict(Counter(str(status) for _, (status, _) in good)),
+            'statuses': dict(Counter(str(status) for _, (status, _) in good)), 'resends': n_resends,
             'own_translation': sum(result == (200, expected[sentence]) for sentence, result in good),
             'bad': {kind: dict(counts) for kind, counts in bad.items()}, 'log_lines': len(lines),
             'tracebacks': sum('Traceback' in line for line in lines), 'megabytes': memory,
             'load': [round(before[0], 1), round(os.getloadavg()[0], 1)]}
+
+
+def identity(folder: str | Path) -> dict:
+    "Hashes, configuration and training corpus of a model; no path. Random weights have no corpus."
+    folder = Path(folder)
+    corpus = read_json(folder / 'training.json', {}).get('run', {}).get('corpus')
+    return {'weights_sha256': checksum(folder / 'model.safetensors')['sha256'],
+            'tokenizer_sha256': checksum(folder / 'tokenizer.json')['sha256'],
+            'config': read_json(folder / 'config.json'), 'corpus': public_settings(corpus) if corpus else None}
+
+
+def texts_sha256(sentences: list[str]) -> str:
+    "The hash of sentences, one on a line."
+    return hashlib.sha256(''.join(sentence + '\n' for sentence in sentences).encode()).hexdigest()
+
+
+def recipe_texts(args, folder: Path) -> tuple[Path, list[str]]:
+    "The model of the part recipe, and its sentences."
+    if args.texts:
+        return Path(args.model), gzip.open(args.texts, 'rt', encoding='utf-8').read().splitlines()
+    model, sentences = recipe_model(args.data_dir, folder / 'model')
+    return Path(args.model or model), sentences
 
 
 def recipe_model(data_dir: str, folder: Path) -> tuple[Path, list[str]]:
@@ -258,6 +311,7 @@ def main():
     parser.add_argument('--requests', type=int, default=10_000)
     parser.add_argument('--out', type=Path, default=PATH)
     args = parser.parse_args()
+    load_at_start = [round(load, 2) for load in os.getloadavg()] # of 1, 5 and 15 minutes
     parts = args.part or ['shipped', 'recipe', 'soak']
     if args.patience is None and 'recipe_patience' in parts:
         parser.error('the part recipe_patience needs a patience: add --patience 1')
@@ -267,20 +321,20 @@ def main():
     record = json.loads(args.out.read_text('utf-8')) if args.out.exists() else {}
     for part in parts:
         with tempfile.TemporaryDirectory() as folder:
-            if part == 'shipped':
-                found = throughput(SHIPPED, toy[:args.sentences], args.rounds)
-            elif part == 'soak':
-                found = soak(SHIPPED, toy, args.requests)
+            model, sentences = SHIPPED, toy
+            if part.startswith('recipe'):
+                model, sentences = recipe_texts(args, Path(folder))
+            if part == 'soak':
+                found = soak(model, sentences, args.requests)
             else:
-                if args.texts:
-                    model, sentences = args.model, gzip.open(args.texts, 'rt', encoding='utf-8').read().splitlines()
-                else:
-                    model, sentences = recipe_model(args.data_dir, Path(folder) / 'model')
+                sentences = sentences[:args.sentences]
                 patience = args.patience if part == 'recipe_patience' else None
-                found = throughput(args.model or model, sentences[:args.sentences], args.rounds, patience)
+                found = throughput(model, sentences, args.rounds, patience)
+            if part.startswith('recipe'):
                 found['weights'] = 'trained' if args.model else 'random'
+            found |= {'load_at_start': load_at_start, 'model': identity(model), 'texts_sha256': texts_sha256(sentences)}
         command = about()['command']
-        for path, name in [(args.data_dir, 'DIR'), (args.model, 'MODEL'), (args.texts, 'TEXTS')]:
+        for path, name in [(args.data_dir, 'DIR'), (args.model, 'MODEL'), (args.texts, 'TEXTS'), (args.out, 'OUT')]:
             command = command.replace(str(path), name)
         record |= {**about(), 'command': command, 'clients': N_CLIENTS, 'nice': os.nice(0), part: found}
         atomic_write(args.out, json.dumps(record, indent=1) + '\n')

@@ -208,10 +208,16 @@ def speed(records):
                 slowest, fastest = (tokens * median(rounds) / seconds for seconds in (max(rounds), min(rounds)))
                 shown = f'{tokens:,} ({slowest:,.0f} to {fastest:,.0f})'
                 memory = metrics['peak_mib'].get(name, '')
-                rows.append([cell(size), cell(name), cell(shown, tokens), cell(memory, memory), *how(source)])
+                ratio, beside = '', ''
+                if name == 'annotated_transformer' and 'speedup_of_best' in metrics:
+                    ratio = metrics['speedup_of_medians']
+                    beside = f"{ratio:.2f} ({metrics['speedup_of_best']:.2f})"
+                rows.append([cell(size), cell(name), cell(shown, tokens), cell(beside, ratio), cell(memory, memory),
+                             *how(source)])
                 shares = [100 * value / best for value in (tokens, slowest, fastest)]
                 points.append((f'{size}, {device}: {name}', *shares))
-    header = ['size', 'implementation', 'tokens per second (slowest to fastest round)', 'peak MiB', *HOW]
+    header = ['size', 'implementation', 'tokens per second (slowest to fastest round)',
+              'times the fastest other: medians (best rounds)', 'peak MiB', *HOW]
     title = ('Training: tokens per second, in % of the fastest implementation of the same size; '
              'lines: slowest and fastest round')
     return ('\n## Speed of training\n' + table(header, rows, 'Speed of training')
@@ -219,24 +225,30 @@ def speed(records):
 
 
 def decoding_speed(records):
-    "Sentences per second of engines, by beam and batch."
-    record = records['decode-speed']
-    source = next(sources('decode-speed', record))
+    "Sentences per second of engines, by model, beam and batch."
     rows = []
     points = []
     units = {'ids': 'ids', 'text': 'text, with tokenization'}
-    for row in record['metrics']:
-        value = row['sentences_per_second']
-        latency = row.get('latency_ms') # of single sentences
-        milliseconds = f"{latency['median']:.1f} ({latency['95 %']:.1f})" if latency else ''
-        shown = f"{value:,.1f} ({row['slowest']:,.1f} to {row['fastest']:,.1f})"
-        rows.append([cell(row['engine']), cell(row['beam']), cell(row['batch']), cell(units[row['unit']]),
-                     cell(row['threads']), cell(shown, value),
-                     cell(milliseconds, latency['median'] if latency else ''), *how(source)])
-        if (row['beam'], row['batch'], row['unit']) == (4, 64, 'ids'):
-            points.append((row['engine'], value, row['slowest'], row['fastest']))
-    header = ['engine', 'beam', 'batch', 'from and to', 'threads', 'sentences per second (slowest to fastest round)',
-              'median latency (95th percentile), ms', *HOW]
+    sizes = {name: record['settings']['size'] or 'toy'
+             for name, record in records.items() if name.startswith('decode-speed')}
+    order = ['toy', 'tiny', 'small', 'base']
+    for record_name, size in sorted(sizes.items(), key=lambda item: (order.index(item[1]), item[0])):
+        record = records[record_name]
+        source = next(sources(record_name, record))
+        for row in record['metrics']:
+            value = row['sentences_per_second']
+            latency = row.get('latency_ms') # of single sentences
+            milliseconds = f"{latency['median']:.1f} ({latency['95 %']:.1f})" if latency else ''
+            shown = f"{value:,.1f} ({row['slowest']:,.1f} to {row['fastest']:,.1f})"
+            measured = source | {'date': row.get('measured', source['date'])}
+            rows.append([cell(size), cell(row['engine']), cell(row['beam']), cell(row['batch']),
+                         cell(units[row['unit']]), cell(row['threads']), cell(shown, value),
+                         cell(milliseconds, latency['median'] if latency else ''), cell(record_link(record_name)),
+                         *how(measured)])
+            if record_name == 'decode-speed' and (row['beam'], row['batch'], row['unit']) == (4, 64, 'ids'):
+                points.append((row['engine'], value, row['slowest'], row['fastest']))
+    header = ['model', 'engine', 'beam', 'batch', 'from and to', 'threads',
+              'sentences per second (slowest to fastest round)', 'median latency (95th percentile), ms', 'record', *HOW]
     title = ('Decoding the toy model, from ids to ids, beam 4, batches of 64: sentences per second; '
              'lines: slowest and fastest round')
     return ('\n## Speed of decoding\n' + table(header, rows, 'Speed of decoding') + plot(points, title))

@@ -353,12 +353,20 @@ def test_a_seed_repeats_draws(shipped):
 def test_models_that_ctranslate2_cannot_represent(tmp_path, config, reason):
     folder = write_model(tmp_path / 'model', config)
     expected = Translator.load(folder, 'cpu').translate('w1 w2')
-    with pytest.warns(UserWarning, match=f'PyTorch translates in float32, not CTranslate2: {reason}') as caught:
-        found = Translator.load(folder, 'cpu', 'ctranslate2')
-    assert len(caught) == 1 and found.engine.name == 'PyTorch' and found.translate('w1 w2') == expected
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        assert Translator.load(folder, 'cpu', 'auto').engine.name == 'PyTorch'
+    for engine in ('ctranslate2', 'auto'):
+        with pytest.warns(UserWarning, match=f'PyTorch translates in float32, not CTranslate2: {reason}') as caught:
+            found = Translator.load(folder, 'cpu', engine)
+            assert found.translate('w1 w2') == expected
+        assert len(caught) == 1 and found.engine.name == 'PyTorch'
+
+
+def test_the_command_line_says_once_that_pytorch_translates(tmp_path, capsys):
+    from annotated_transformer.cli import main
+    folder = write_model(tmp_path / 'model', RelativeConfig(**SIZES, positions='alibi'))
+    main(['translate', '--model', str(folder), '--device', 'cpu', 'w1 w2', 'w3 w4'])
+    found = capsys.readouterr()
+    assert len(found.out.splitlines()) == 2
+    assert found.err.count('PyTorch translates in float32, not CTranslate2') == found.err.count('alibi') == 1
 
 
 def test_auto_chooses_what_is_installed(monkeypatch):
@@ -366,7 +374,9 @@ def test_auto_chooses_what_is_installed(monkeypatch):
     assert Translator.load(SHIPPED, 'cpu', 'auto').engine.name == 'CTranslate2 in float32'
     assert Translator.from_pretrained(SHIPPED, device='cpu', engine='auto').engine.name == 'CTranslate2 in float32'
     monkeypatch.setitem(sys.modules, 'ctranslate2', None)
-    assert Translator.load(SHIPPED, 'cpu', 'auto').engine.name == 'PyTorch'
+    with warnings.catch_warnings(): # nothing to warn of: no CTranslate2 was replaced
+        warnings.simplefilter('error')
+        assert Translator.load(SHIPPED, 'cpu', 'auto').engine.name == 'PyTorch'
     for options in (['ctranslate2'], ['auto', 'int8']):
         with pytest.raises(ImportError, match=r"pip install 'annotated_transformer\[ctranslate2\]'"):
             Translator.load(SHIPPED, 'cpu', *options)

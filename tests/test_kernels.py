@@ -301,6 +301,15 @@ def test_projections_share_one_bfloat16_copy_of_their_input():
     assert kernels_only(inputs, inputs, inputs).dtype == torch.float32 # without autocast, nothing is cast
 
 
+def test_a_second_accelerate_changes_nothing(monkeypatch):
+    calls = []
+    monkeypatch.setattr(kernels, 'cast_once', lambda mha, inputs: calls.append(mha))
+    model = accelerate(Transformer(TransformerConfig(**SIZES)))
+    assert accelerate(model) is model
+    model(torch.tensor([[5, 6, 7]]), torch.tensor([[8, 9]]))
+    assert len(calls) == len(set(calls)) == 6 # each attention casts its inputs once
+
+
 def test_accelerate_leaves_other_attention_functions_alone():
     mha = MultiHeadAttention(8, 2)
     mha.attention_fn = lambda query, key, value, mask=None: (value, None)

@@ -1,6 +1,7 @@
 "What the scripts in benchmarks/ write into records, and what they refuse to overwrite."
 import argparse
 import ast
+import asyncio
 import gzip
 import json
 import math
@@ -236,7 +237,7 @@ def test_a_record_keeps_its_translations_and_is_compared_with_another(tmp_path, 
 
 
 def test_paths_of_extra_text_are_left_out():
-    settings = {'corpus': 'files', 'src': 'a', 'extra_src': 'b', 'unique': True}
+    settings = {'corpus': 'files', 'src': 'a', 'extra_src': 'b', 'val_tsv': 'c', 'test_tsv': 'd', 'unique': True}
     assert record.public_settings(settings) == {'corpus': 'files', 'unique': True, 'extra': True}
 
 
@@ -588,10 +589,53 @@ def test_serving_answers_every_good_request_and_survives_the_bad_ones():
     "The measurement in small: nothing lost, no translation of another client, no traceback."
     found = serving.soak(SHIPPED, [pair.src for pair in toy_ende('test', n=50)], 140)
     assert found['statuses'] == {'200': 126} and found['good'] == found['own_translation'] == 126
-    assert found['tracebacks'] == 0
+    assert found['tracebacks'] == found['resends'] == 0
     assert found['bad'] == {
         'invalid JSON': {'400': 2}, 'a number for q': {'400': 2}, 'an unknown language': {'400': 2},
-        '300,000 bytes': {'413': 2}, 'not HTTP': {'400': 2}, 'cut off': {'closed': 2}, 'the client leaves': {'closed': 2}}
+        '300,000 bytes': {'413': 2}, 'not HTTP': {'400': 2},
+        'cut off': {'closed by the server without an answer within 5 seconds': 2},
+        'the client leaves': {'sent, then closed by the client': 2}}
+
+
+def with_server(answer, ask):
+    "What `ask`, a function of a port, returns beside a server whose connections are served by `answer`."
+    async def run():
+        async with await asyncio.start_server(answer, '127.0.0.1', 0) as server:
+            return await ask(server.sockets[0].getsockname()[1])
+    return asyncio.run(run())
+
+
+def test_serving_counts_what_is_sent_again():
+    "A server that closes every connection after its first answer: each later request is sent twice, none is lost."
+    async def answer_once(reader, writer):
+        head = await reader.readuntil(b'\r\n\r\n')
+        await reader.readexactly(int(re.search(rb'Content-Length: (\d+)', head)[1]))
+        body = b'{"translatedText": "ja"}'
+        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n' % len(body) + body)
+        writer.close()
+
+    n_jobs = 2 * serving.N_CLIENTS
+    jobs = [('A dog.', None)] * n_jobs
+    results, resends = with_server(answer_once, lambda port: serving.send_all(port, jobs, lambda n: None))
+    assert [result for _, result in results] == [(200, 'ja')] * n_jobs
+    assert serving.N_CLIENTS / 2 < resends <= n_jobs
+
+
+@pytest.mark.parametrize('answer, seen', [
+    (b'HTTP/1.1 400 Bad Request\r\n\r\n', '400'), (b'', 'closed by the server without an answer within 5 seconds'),
+    (None, 'still open after 0.2 seconds')])
+def test_serving_observes_what_a_cut_off_request_leads_to(monkeypatch, answer, seen):
+    async def respond(reader, writer):
+        await reader.read()
+        if answer is None:
+            await asyncio.sleep(1)
+        else:
+            writer.write(answer)
+        writer.close()
+
+    if answer is None:
+        monkeypatch.setattr(serving, 'CLOSED_IN_TIME', 0.2)
+    assert with_server(respond, lambda port: serving.Client(port).bad('cut off')) == seen
 
 
 def test_serving_with_a_patience_uses_it_in_the_server_and_offline():
@@ -599,6 +643,10 @@ def test_serving_with_a_patience_uses_it_in_the_server_and_offline():
     sentences = [pair.src for pair in toy_ende('test', n=64)]
     found = serving.throughput(SHIPPED, sentences, 1, patience=0.25)
     assert (found['same'], found['patience'], found['threads']) == (64, 0.25, torch.get_num_threads())
+    assert found['resends'] == 0
+    for name in ('offline', 'served', 'ratio', 'processor_ratio', 'median_ms', 'p95_ms'):
+        (value,) = found['by_round'][name]
+        assert found[name] == [round(value, 3 if 'ratio' in name else 1)] * 3
     translator = Translator.load(device='cpu')
     own, patient = [serving.offline(translator, sentences, patience)[0] for patience in (None, 0.25)]
     assert own == translator.translate(sentences) and patient == translator.translate(sentences, patience=0.25)
@@ -611,10 +659,20 @@ def measure_serving(tmp_path, monkeypatch, *flags):
     monkeypatch.setattr(serving, 'soak', lambda *_: {'settings': []})
     with gzip.open(tmp_path / 'texts.gz', 'wt') as file:
         file.write('A dog.\n')
+    (tmp_path / 'plain.txt').write_text('A dog.\n')
     monkeypatch.setattr(sys, 'argv', ['serving.py', '--model', str(SHIPPED), '--texts', str(tmp_path / 'texts.gz'),
                                       '--rounds', '2', '--out', str(tmp_path / 'serving.json'), *flags])
     serving.main()
     record = json.loads((tmp_path / 'serving.json').read_text())
+    for name, part in record.items():
+        if isinstance(part, dict) and 'settings' in part:
+            assert part['model']['weights_sha256'] == checksum(SHIPPED / 'model.safetensors')['sha256']
+            assert part['model']['config'] == json.loads((SHIPPED / 'config.json').read_text())
+            assert part['model']['corpus']['corpus'] == 'toy-ende'
+            is_given = name.startswith('recipe') # 'A dog.' is the file of --texts
+            assert (part['texts_sha256'] == checksum(tmp_path / 'plain.txt')['sha256']) == is_given
+            assert len(part['load_at_start']) == 3
+    assert str(tmp_path) not in json.dumps(record)
     return {name: part['settings'] for name, part in record.items() if isinstance(part, dict) and 'settings' in part}
 
 
@@ -1342,6 +1400,11 @@ def test_decode_speed_measures_every_engine(tmp_path):
     assert (tmp_path / 'decode.json').read_bytes() == before
 
 
+def test_train_speed_times_a_matrix_product_several_times():
+    rates = train_speed.matrix_rates('cpu', torch.float32, timings=3, repeats=2, n=64)
+    assert len(rates) == 3 and min(rates) > 0
+
+
 @pytest.mark.slow
 def test_train_speed_measures_every_library(tmp_path):
     pytest.importorskip('transformers')
@@ -1352,6 +1415,7 @@ def test_train_speed_measures_every_library(tmp_path):
     assert all(len(rounds) == 2 for rounds in tiny['rounds'].values())
     assert tiny['fastest_other'] in train_speed.OTHERS and tiny['speedup_of_medians'] > 0 and tiny['speedup_of_best'] > 0
     assert found['cpu_flags'] == record.cpu_flags() and found['settings']['precision'] == 'float32'
+    assert found['matrix_tflops'] == statistics.median(found['matrix_tflops_rounds']) and len(found['matrix_tflops_rounds']) == 7
 
 
 # --- tables of the pages

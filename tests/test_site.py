@@ -186,6 +186,24 @@ def test_results_are_those_of_the_records():
     tokens, rounds = speed['tokens_per_second']['annotated_transformer'], speed['rounds']['annotated_transformer']
     slowest, fastest = (tokens * statistics.median(rounds) / seconds for seconds in (max(rounds), min(rounds)))
     assert f'{tokens:,} ({slowest:,.0f} to {fastest:,.0f})' in page
+    speed = records.load()['train-speed-cpu']['metrics']['small']
+    beside = f"{speed['speedup_of_medians']:.2f} ({speed['speedup_of_best']:.2f})"
+    assert f'<td data-sort="{speed["speedup_of_medians"]}">{beside}</td>' in page
+
+
+def test_results_show_decoding_of_every_model_with_latencies():
+    found = records.load()
+    text = records.decoding_speed(found)
+    rows = text.split('<tr>')[2:]
+    names = {'decode-speed': 'toy', 'decode-speed-tiny': 'tiny', 'decode-speed-small': 'small',
+             'decode-speed-base': 'base', 'decode-speed-0.1.0': 'toy'}
+    assert len(rows) == sum(len(found[name]['metrics']) for name in names)
+    for name, size in names.items():
+        of_record = [row for row in rows if f'>{name}</a>' in row]
+        assert len(of_record) == len(found[name]['metrics']) and all(row.startswith(f'<td>{size}</td>') for row in of_record)
+        for row, measured in zip(of_record, found[name]['metrics']):
+            if measured['batch'] == 1:
+                assert f"{measured['latency_ms']['median']:.1f} ({measured['latency_ms']['95 %']:.1f})</td>" in row
 
 
 def test_the_main_rows_say_what_plus_minus_means():
