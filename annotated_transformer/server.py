@@ -197,7 +197,7 @@ def create_app(translator: Translator, config: ServerConfig = ServerConfig()):
 
     @app.get('/health', summary='Is the server ready?')
     async def health():
-        return {'status': 'ok', 'waiting': translations.waiting.qsize()}
+        return {'status': 'ok', 'waiting': translations.queue.qsize()}
 
     @app.get('/', response_class=HTMLResponse, include_in_schema=False)
     async def home():

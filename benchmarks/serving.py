@@ -41,6 +41,7 @@ from annotated_transformer.checkpoints import build_model
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.files import atomic_write, checksum, read_json
 from annotated_transformer.recipe import default_run
+from annotated_transformer.serving import ServerConfig
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.translator import SHIPPED, Translator
 from annotated_transformer.vocabulary import train_tokenizer
@@ -231,7 +232,7 @@ def throughput(model, sentences: list[str], rounds: int, patience: float | None 
             'rounds': rounds, 'same': n_same, 'resends': n_resends,
             'mean_words': round(sum(len(text.split()) for text in sentences) / len(sentences), 1),
             'load': [round(before[0], 1), round(os.getloadavg()[0], 1)],
-            **({} if patience is None else {'patience': patience}),
+            'max_wait': ServerConfig().max_wait, **({} if patience is None else {'patience': patience}),
             **{name: spread(values, 3 if 'ratio' in name else 1) for name, values in found.items()},
             'by_round': {name: [round(value, 4) for value in values] for name, values in found.items()}}
 

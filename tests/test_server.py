@@ -253,6 +253,50 @@ def test_waiting_sentences_share_a_batch():
     assert sizes == [10, 10, 5]
 
 
+@pytest.mark.parametrize('limits, expected', [({}, [1, 1]), ({'max_wait': 1.0}, [2])])
+def test_a_batch_waits_for_more_sentences_only_if_told_to(limits, expected):
+    sizes = []
+
+    def count(texts, n_best):
+        sizes.append(len(texts))
+        return echo(texts, n_best)
+
+    async def run():
+        batcher = Batcher(count, ServerConfig(**limits))
+        task = asyncio.create_task(batcher.run())
+        first = asyncio.create_task(batcher.submit(['a']))
+        await asyncio.sleep(0.1)
+        found = await asyncio.gather(first, batcher.submit(['b']))
+        task.cancel()
+        return [row[0][0].text for row in found]
+
+    assert asyncio.run(run()) == ['A', 'B']
+    assert sizes == expected
+
+
+def test_each_request_of_a_batch_gets_as_many_results_as_it_asked_for():
+    async def run():
+        batcher = Batcher(echo)
+        task = asyncio.create_task(batcher.run())
+        found = await asyncio.gather(batcher.submit(['a']), batcher.submit(['b', 'c'], 3))
+        task.cancel()
+        return [[len(results) for results in rows] for rows in found]
+
+    assert asyncio.run(run()) == [[1], [3, 3]]
+
+
+def test_missing_results_are_an_error():
+    "Otherwise, the sentences without results would wait until their timeout."
+    async def run():
+        batcher = Batcher(lambda texts, n_best: echo(texts, n_best)[1:])
+        task = asyncio.create_task(batcher.run())
+        found = await asyncio.wait_for(asyncio.gather(*(batcher.submit([text]) for text in 'ab'), return_exceptions=True), 20)
+        task.cancel()
+        return found
+
+    assert [str(error) for error in asyncio.run(run())] == ['1 sentences have 0 results'] * 2
+
+
 def test_one_bad_sentence_does_not_spoil_its_batch():
     def fail_on_b(texts, n_best):
         if 'b' in texts:
