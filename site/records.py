@@ -229,11 +229,15 @@ def decoding_speed(records):
     rows = []
     points = []
     units = {'ids': 'ids', 'text': 'text, with tokenization'}
-    sizes = {name: record['settings']['size'] or 'toy'
-             for name, record in records.items() if name.startswith('decode-speed')}
-    order = ['toy', 'tiny', 'small', 'base']
-    for record_name, size in sorted(sizes.items(), key=lambda item: (order.index(item[1]), item[0])):
+    names = [name for name in records if name.startswith('decode-speed')]
+
+    def by_size(name):
+        model = records[name]['settings']['model']
+        return model['d_model'], model['n_layers'], name
+
+    for record_name in sorted(names, key=by_size):
         record = records[record_name]
+        size = record['settings']['size'] or 'toy'
         source = next(sources(record_name, record))
         for row in record['metrics']:
             value = row['sentences_per_second']
