@@ -2,10 +2,11 @@
 
 """Engines: choose between PyTorch and CTranslate2: how fast each is, and whether their translations agree."""
 
-__all__ = ['NAN_LOGITS', 'GROUP_SIZE', 'PACKAGE', 'EngineName', 'ComputeType', 'FORMAT', 'CONVERTED', 'BatchSearch',
-           'start_search', 'Candidate', 'ranked', 'store_result', 'to_hypothesis', 'search_groups', 'until_certain',
-           'PyTorchEngine', 'length_groups', 'until_enough', 'CTranslate2Engine', 'conversion_name', 'convert',
-           'check_conversion', 'converted_folder', 'choose_engine', 'ctranslate2_obstacle']
+__all__ = ['NAN_LOGITS', 'MIN_EXPONENT', 'GROUP_SIZE', 'PACKAGE', 'EngineName', 'ComputeType', 'FORMAT', 'CONVERTED',
+           'BatchSearch', 'start_search', 'Candidate', 'ranked', 'store_result', 'to_hypothesis', 'search_groups',
+           'until_certain', 'search_batch', 'PyTorchEngine', 'length_groups', 'until_enough', 'CTranslate2Engine',
+           'conversion_name', 'convert', 'check_conversion', 'converted_folder', 'choose_engine',
+           'ctranslate2_obstacle']
 
 import hashlib
 import math
@@ -31,6 +32,7 @@ from .interop import ctranslate2_library, export_ctranslate2, require_ctranslate
 from .vocabulary import EOS, PAD, Tokenizer
 
 NAN_LOGITS = "the model's logits are NaN: its weights are damaged"
+MIN_EXPONENT = 0.001 # with 0, CTranslate2 would end a search when the best hypothesis has finished
 GROUP_SIZE = 16 # minimum number of sentences per search, where their lengths allow it
 PACKAGE = Path(str(files('annotated_transformer'))).resolve()
 
@@ -44,37 +46,37 @@ class BatchSearch:
         self.limits = [] # tokens that each translation may have, EOS included
         for row, ids in zip(rows, self.prefix, strict=True):
             limit = min(len(row) + config.max_extra_tokens, engine.max_len)
-            self.limits.append(max(limit, len(ids) + 1)) # a prefix and EOS always fit
+            self.limits.append(max(limit, len(ids) + 1)) # a prefix and EOS fit in any case
         self.prefix_log_probs = [0.0] * len(rows)
         if any(self.prefix):
             self.prefix_log_probs = engine.score_prefixes(rows, self.prefix)
         self.results = [[] for _ in rows]
         m = sum(map(len, rows)) / max(1, len(rows))
-        self.exponent = max(0.001, config.length_penalty * m / (m + config.length_penalty_offset))
+        self.exponent = max(MIN_EXPONENT, config.length_penalty * m / (m + config.length_penalty_offset))
 
     def normalized(self, log_prob: float, length: int) -> float:
         "Divide a log-probability by our length penalty."
         return normalized_score(log_prob, length, self.config.length_penalty, self.config.length_penalty_offset)
 
-def start_search(search: BatchSearch, group: Sequence[int], cutoff: int, n_finished: int = 0) -> list:
+def start_search(search: BatchSearch, group: Sequence[int], cutoff: int, n_finished: int | None = None) -> list:
     """Start CTranslate2, which divides the sentences among its workers.
 
     :param group: positions of the sentences
     :param cutoff: length at which a hypothesis is cut off, EOS included
-    :param n_finished: finished hypotheses that end the search of a sentence; 0: only the cutoff ends it
+    :param n_finished: finished hypotheses that end the search of a sentence; None: only the cutoff does
     :return: for each sentence, an object whose `result()` has `hypotheses` and `scores`
     """
     engine = search.engine
     beam_size = search.config.beam_size
-    n_finished = n_finished or beam_size * cutoff # more than can finish
+    n_finished = n_finished or beam_size * cutoff # None: more than can finish
     rows = [search.rows[i][:-1] for i in group] # CTranslate2 adds EOS
     prefix = [search.prefix[i] for i in group]
     return engine.translator.translate_batch(
-        engine.to_tokens(rows), engine.to_tokens(prefix) if any(prefix) else None,
-        beam_size=beam_size, patience=n_finished / beam_size, num_hypotheses=n_finished,
+        engine.to_tokens(rows), engine.to_tokens(prefix) if any(prefix) else None, beam_size=beam_size,
+        patience=n_finished / beam_size, num_hypotheses=n_finished, # returns at most patience * beam_size
         length_penalty=search.exponent, min_decoding_length=0, max_decoding_length=cutoff, max_input_length=0,
-        max_batch_size=math.ceil(len(rows) / engine.n_workers), return_scores=True,
-        return_end_token=True, asynchronous=True)
+        max_batch_size=math.ceil(len(rows) / engine.n_workers), # a part of the group for each worker
+        return_scores=True, return_end_token=True, asynchronous=True)
 
 class Candidate(NamedTuple):
     "A hypothesis that CTranslate2 found, with our score."
@@ -87,7 +89,7 @@ def ranked(search: BatchSearch, i: int, found) -> tuple[list[Candidate], list[Ca
     finished = []
     active = []
     for tokens, score in zip(found.hypotheses, found.scores):
-        log_prob = score * len(tokens) ** search.exponent + search.prefix_log_probs[i] # without its penalty
+        log_prob = score * len(tokens) ** search.exponent + search.prefix_log_probs[i] # tokens: with prefix and EOS
         group = finished if tokens[-1] == search.engine.tokens[EOS] else active
         group.append(Candidate(search.normalized(log_prob, len(tokens)), log_prob, tokens))
     finished.sort(key=lambda candidate: -candidate.score)
@@ -102,11 +104,11 @@ def store_result(search: BatchSearch, i: int, found, cutoff: int) -> bool:
     if len(finished) < n_best:
         return False
     if active:
-        largest = active[0].log_prob # all active ones have the same length, so the first is the most probable
-    else: # CTranslate2 dropped the active ones, which are less probable than those that ended at the cutoff
+        bound = active[0].log_prob # all active ones have the same length, so the first is the most probable
+    else: # those that CTranslate2 left out are less probable than those that ended at the cutoff
         ended = [candidate.log_prob for candidate in finished if len(candidate.tokens) == cutoff]
-        largest = min(ended, default=math.inf) # if none ended there, nothing is known: search again
-    return finished[n_best - 1].score >= search.normalized(largest, search.limits[i])
+        bound = min(ended, default=math.inf) # if none ended there, nothing is known: search again
+    return finished[n_best - 1].score >= search.normalized(bound, search.limits[i])
 
 def to_hypothesis(engine, candidate: Candidate) -> Hypothesis:
     "Replace tokens by ids. Raises FloatingPointError for NaN."
@@ -117,11 +119,8 @@ def to_hypothesis(engine, candidate: Candidate) -> Hypothesis:
         tokens = tokens[:-1]
     return Hypothesis(engine.to_ids(tokens), candidate.log_prob, candidate.score)
 
-def search_groups(search: BatchSearch, groups: Sequence[tuple[list[int], int]], n_finished: int = 0) -> list[int]:
-    """Search, and store the results. Return the sentences whose result may still change in a longer search.
-
-    :param groups: positions of sentences, and their cutoff
-    """
+def search_groups(search: BatchSearch, groups: list[tuple[list[int], int]], n_finished: int | None = None) -> list[int]:
+    "Search groups of sentences, each up to its cutoff. Return those whose result may change in a longer search."
     started = [(group, cutoff, start_search(search, group, cutoff, n_finished)) for group, cutoff in groups]
     uncertain = []
     for group, cutoff, handles in started:
@@ -138,12 +137,26 @@ def until_certain(search: BatchSearch) -> list[list[Hypothesis]]:
     everyone = list(range(len(search.rows)))
     uncertain = search_groups(search, length_groups(search, everyone, margin))
     share = len(uncertain) / max(1, len(everyone))
-    engine.margin += 4 * share - (1 - share) / 2 # mean of the batch: +4 if searched again, else -1/2; 0 at a ninth
+    engine.margin += 4 * share - (1 - share) / 2 # on average: +4 for a sentence searched again, -1/2 for another
     engine.margin = min(max(engine.margin, 1.0), 64.0)
     while uncertain:
         margin *= 2
         uncertain = search_groups(search, length_groups(search, uncertain, margin))
     return search.results
+
+def search_batch(engine, rows, config: DecodingConfig, prefix, with_scores: bool) -> list[list[Hypothesis]]:
+    "Choose a search that finds what `inference.beam_search` finds."
+    ours = [name for name in ('min_length', 'no_repeat_ngram_size') if getattr(config, name)]
+    if ours:
+        return engine.fall_back(f'our {" and ".join(ours)}').beam_search(rows, config, prefix)
+    is_greedy = config.beam_size == 1
+    if is_greedy and not with_scores and not any(prefix or ()) and engine.translator.device == 'cpu':
+        found = engine.token_by_token(rows, config.max_extra_tokens) # on a GPU, it might miss an overflow
+        return [[Hypothesis(ids, math.nan, math.nan)] for ids in found]
+    search = BatchSearch(engine, rows, config, prefix)
+    if is_greedy or config.patience is not None:
+        return until_enough(search)
+    return until_certain(search)
 
 EngineName = Literal['auto', 'pytorch', 'ctranslate2']
 ComputeType = Literal['float32', 'int8', 'int8_float32', 'float16', 'int8_float16', 'bfloat16', 'int8_bfloat16']
@@ -184,11 +197,7 @@ class PyTorchEngine:
         self, rows: Sequence[list[int]], temperature: float, top_k: int, top_p: float, generator: torch.Generator,
         max_extra_tokens: int,
     ) -> list[list[int]]:
-        """Draw a translation of each sentence.
-
-        :param rows: source ids of each sentence, EOS included
-        :return: ids of each translation
-        """
+        "Draw a translation of each sentence. Return its ids."
         src = pad_rows(rows).to(self.device)
         found = inference.sample(self.model, src, temperature, top_k, top_p, generator, max_extra_tokens)
         return [hypothesis.ids for hypothesis in found]
@@ -226,18 +235,13 @@ def until_enough(search: BatchSearch) -> list[list[Hypothesis]]:
     with_prefix = [i for i, ids in enumerate(search.prefix) if ids]
     without = [i for i, ids in enumerate(search.prefix) if not ids]
     search_groups(search, [(group, longest) for group in (without, with_prefix) if group], n_finished)
-    for i, limit in enumerate(search.limits): # the call above had the longest limit for all
+    for i, limit in enumerate(search.limits): # the call above had the longest limit for all; ids have no EOS
         if limit < longest and any(len(hypothesis.ids) >= limit for hypothesis in search.results[i]):
             search_groups(search, [([i], limit)], n_finished)
     return search.results
 
 class CTranslate2Engine:
     """The same searches in CTranslate2; PyTorch handles what it cannot do. Raises ImportError or ValueError.
-
-    With a `patience`, or a beam of 1, a search ends where CTranslate2's own search ends. Our default search has to
-    know the best active hypothesis, so it is cut off after some steps, when CTranslate2 returns the active ones
-    too.
-    Sentences whose result is not certain by then are searched again, with more steps.
 
     :param folder: of `export_ctranslate2`
     :param model: the same model in PyTorch
@@ -250,14 +254,13 @@ class CTranslate2Engine:
     ):
         library = ctranslate2_library()
         kind, _, index = device.partition(':')
-        supported = library.get_supported_compute_types(kind)
-        known = [name for name in get_args(ComputeType) if name in supported]
+        known = [name for name in get_args(ComputeType) if name in library.get_supported_compute_types(kind)]
         if compute_type not in known:
             raise ValueError(f'compute_type={compute_type!r} is not supported on this {kind}: '
                              f'choose one of {", ".join(known)}')
         n_threads = torch.get_num_threads()
-        shares_batches = kind == 'cpu' and (model.config.d_model < 256 or compute_type.startswith('int8'))
-        self.n_workers = n_threads if shares_batches else 1 # otherwise, the threads share each matrix product
+        uses_workers = kind == 'cpu' and (model.config.d_model < 256 or compute_type.startswith('int8'))
+        self.n_workers = n_threads if uses_workers else 1 # otherwise, the threads share each matrix product
         self.translator = library.Translator(
             str(folder), device=kind, device_index=int(index or 0), compute_type=compute_type,
             inter_threads=self.n_workers, intra_threads=n_threads // self.n_workers)
@@ -273,7 +276,7 @@ class CTranslate2Engine:
     def fall_back(self, what: str) -> PyTorchEngine:
         "Return the other engine. Warn with the reason if CTranslate2 was asked for."
         if self.says_fallback:
-            warnings.warn(f'PyTorch computes this, not CTranslate2, which does not support {what}')
+            warnings.warn(f'Falling back to PyTorch: CTranslate2 does not support {what}')
         return self.pytorch
 
     def to_tokens(self, rows):
@@ -293,15 +296,7 @@ class CTranslate2Engine:
         :param with_scores: False: NaN in place of scores where that is faster
         :return: the `n_best` hypotheses of each sentence, best first
         """
-        if config.min_length or config.no_repeat_ngram_size:
-            return self.fall_back('our min_length and no_repeat_ngram_size').beam_search(rows, config, prefix)
-        if config.beam_size == 1 and not with_scores and not any(prefix or ()) and self.translator.device == 'cpu':
-            found = self.token_by_token(rows, config.max_extra_tokens) # not on a GPU: it might miss an overflow
-            return [[Hypothesis(ids, math.nan, math.nan)] for ids in found]
-        search = BatchSearch(self, rows, config, prefix)
-        if config.beam_size == 1 or config.patience is not None:
-            return until_enough(search)
-        return until_certain(search)
+        return search_batch(self, rows, config, prefix, with_scores)
 
     def score_prefixes(self, rows: Sequence[list[int]], prefix: Sequence[Sequence[int]]) -> list[float]:
         "Return the log-probability of each prefix, in nats."
@@ -310,7 +305,7 @@ class CTranslate2Engine:
         return [math.fsum(result.log_probs[:-1]) for result in found] # without EOS
 
     def generator(self, seed: int | None) -> torch.Generator | None:
-        "Return a random number generator for `sample`; None means that of CTranslate2, which takes no seed per call."
+        "Return a generator for `sample`; None: CTranslate2 uses its own, which takes no seed for each call."
         return None if seed is None else self.fall_back('a seed for each call').generator(seed)
 
     def sample(
@@ -337,11 +332,11 @@ class CTranslate2Engine:
             max_decoding_length=max(limits), max_input_length=0,
             max_batch_size=math.ceil(len(rows) / self.n_workers), **sampling)
         results = [self.to_ids(result.hypotheses[0])[:limit] for result, limit in zip(found, limits)]
-        if any(PAD in ids for ids in results): # the first of equals: on a CPU, it wins if all logits are NaN
+        if any(PAD in ids for ids in results): # on a CPU, the argmax over NaN logits
             raise FloatingPointError(NAN_LOGITS)
         return results
 
-FORMAT = 2 # of a conversion: increase it to convert every model anew
+FORMAT = 2 # of a conversion: increase it to convert every model again
 CONVERTED = ('model.bin', 'config.json', 'shared_vocabulary.json') # files that CTranslate2 reads
 
 def conversion_name(folder: str | Path) -> str:
@@ -352,7 +347,7 @@ def conversion_name(folder: str | Path) -> str:
     return f'ctranslate2-{digest.hexdigest()[:16]}'
 
 def convert(folder: str | Path, target: Path) -> None:
-    "Convert a model folder into `target`, which appears complete or not at all. Raises OSError or ValueError."
+    "Convert a model folder into `target`, atomically. Raises OSError or ValueError."
     partial = target.with_name(f'.{target.name}.{secrets.token_hex(4)}')
     try:
         export_ctranslate2(folder, partial)
@@ -381,13 +376,12 @@ def check_conversion(target: Path) -> Path:
 def converted_folder(folder: str | Path) -> Path:
     """Return the conversion of a model folder for CTranslate2; make it if there is none for these weights.
 
-    It lies in the model folder, or in the user's cache if the model folder is read-only or part of this package. Raises
-    ValueError for a damaged conversion, or for a model that CTranslate2 cannot represent.
+    It is stored in the model folder, or in the user's cache if the model folder is read-only or part of this package.
+    Raises ValueError for a damaged conversion, or for a model that CTranslate2 cannot represent.
     """
     folder = Path(folder).resolve()
     name = conversion_name(folder)
-    cache = cache_dir() / name
-    places = [cache] if folder.is_relative_to(PACKAGE) else [folder / name, cache]
+    places = [cache_dir() / name] if folder.is_relative_to(PACKAGE) else [folder / name, cache_dir() / name]
     for place in places:
         if place.is_dir():
             return check_conversion(place)
@@ -400,7 +394,7 @@ def converted_folder(folder: str | Path) -> Path:
                 raise
             continue # such as a read-only folder
         if place.parent == folder:
-            for old in folder.glob('ctranslate2-*'):
+            for old in folder.glob('ctranslate2-' + 16 * '[0-9a-f]'):
                 if old.name != name: # of weights that have changed
                     shutil.rmtree(old, ignore_errors=True)
         return place

@@ -425,7 +425,7 @@ class Translator(ScoringModel):
         """
         require(text, str)
         if isinstance(self.engine, CTranslate2Engine):
-            self.engine.fall_back('attention maps')
+            self.engine.fall_back('attention maps of every head')
         report = self.new_report('sentences')
         src = self.encode([text], 'src', report)[0]
         if translation is None:

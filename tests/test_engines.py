@@ -208,6 +208,8 @@ def test_damaged_weights_are_not_converted(tmp_path, compute_type, number):
     lambda t: t.sample('w1 w2')], ids=['greedy', 'prefix', 'beam', 'scores', 'sample'])
 def test_weights_that_overflow_are_reported(tmp_path, compute_type, call):
     "Finite weights whose products are infinite: the logits are NaN."
+    if compute_type == 'int8' and 'AVX512' not in torch.backends.cpu.get_cpu_capability():
+        pytest.skip('without AVX-512, int8 hides an overflow: infinite products are rounded to integers')
     folder = write_model(tmp_path / 'model')
     broken = Translator.load(folder, 'cpu')
     with torch.no_grad():
@@ -282,7 +284,7 @@ def test_eight_bits_change_little(shipped, compute_type):
     (lambda t: t.attention(TEXTS[0], 'Der'), 'attention maps'), (lambda t: t.sample(TEXTS[0], seed=1), 'a seed'),
     (lambda t: t.translate(TEXTS[0], min_length=20), 'min_length')], ids=['maps', 'seed', 'min_length'])
 def test_one_line_says_that_pytorch_computes(shipped, cache, call, reason):
-    with pytest.warns(UserWarning, match=f'PyTorch computes this, not CTranslate2, .*{reason}') as caught:
+    with pytest.warns(UserWarning, match=f'Falling back to PyTorch: CTranslate2 does not support .*{reason}') as caught:
         call(shipped[1])
     assert len(caught) == 1
     with warnings.catch_warnings(): # CTranslate2 was not requested
@@ -302,8 +304,7 @@ def test_wide_models_in_float32_divide_products_others_batches(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize('compute_type', ['float16', 'int8_float16'])
-def test_a_gpu_holds_one_copy_of_the_weights(tmp_path, monkeypatch, compute_type):
-    "Each worker on a GPU would hold its own."
+def test_a_gpu_has_one_worker(tmp_path, monkeypatch, compute_type):
     library = argparse.Namespace(
         get_supported_compute_types=lambda kind: {compute_type} if kind == 'cuda' else set(),
         Translator=lambda folder, **options: options)
