@@ -1261,8 +1261,8 @@ def test_page_about_engines_says_what_the_record_says():
     test = eight_bits['paired_test']
     text = page_about_engines()
     for words in (f'where speed matters more than {cost}', f"This costs {cost} (*p* = {early['paired_test']['p_value']})",
-                  f"makes all {1000 - early['same']} new translations worse", f'It changed {changed} of 1,000 translations',
-                  f'{lower} of the {changed} new translations are worse and {higher} better',
+                  f"makes all {1000 - early['same']} changed translations worse", f'It changed {changed} of 1,000 translations',
+                  f'{lower} of the {changed} changed translations are worse and {higher} better',
                   f"(*p* = {test['p_value']:.1f}), but its interval includes a loss of {-test['low']:.2f}"):
         assert words in text, words
 
