@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .attention import padding_mask
 from .decoding import Hypothesis, normalized_score, sampling_distribution
-from .kernels import fused_qkv, suitable_threads
+from .kernels import suitable_threads
 from .vocabulary import BOS, EOS, PAD, UNK
 
 class KeyValueCache:
@@ -75,7 +75,7 @@ def project_source(
     return projected
 
 class DecoderState:
-    """What the decoder remembers between steps: projected sources, joined weights, and the key/value cache.
+    """What the decoder remembers between steps: projected sources and the key/value cache.
 
     :param model: a Transformer in eval mode
     :param src: source ids with EOS, padded with PAD
@@ -83,13 +83,12 @@ class DecoderState:
     def __init__(self, model: nn.Module, src: Int[Tensor, "s n"]):
         self.model = model
         self.n_hypotheses = 1
-        self.src_mask = padding_mask(src, PAD) if (src == PAD).any() else None
+        self.src_mask = padding_mask(src, PAD)
         zeros = model.tgt_embed.weight.new_zeros(1, model.config.max_len, model.config.d_model)
         self.positions = model.tgt_positions(zeros)[0] # added to zeros: the position vectors alone
         encoder_output = model.encode(src)
         self.cross = project_source(model, encoder_output)
         attentions = [layer.self_attention for layer in model.decoder.layers]
-        self.qkv = [fused_qkv(mha) for mha in attentions]
         n_heads = [mha.n_heads for mha in attentions] # 0 where page 43 pruned all heads of a layer
         d_k = max(mha.k_proj.out_features // max(1, mha.n_heads) for mha in attentions)
         d_v = max(mha.v_proj.out_features // max(1, mha.n_heads) for mha in attentions)
@@ -112,9 +111,10 @@ class DecoderState:
         s, k, _ = x.shape
         if mha.n_heads == 0: # all heads were pruned
             return mha.out_proj(x.new_empty(s, k, 0))
-        weight, bias, sizes = self.qkv[i]
-        parts = F.linear(x, weight, bias).split(sizes, dim=-1)
-        query, key, value = [part.view(s * k, mha.n_heads, 1, -1) for part in parts]
+        x = x.view(s * k, 1, -1)
+        query = mha.split_heads(mha.q_proj(x)) # (s * k, heads, 1, d_k)
+        key = mha.split_heads(mha.k_proj(x))
+        value = mha.split_heads(mha.v_proj(x))
         attention_fn = mha.attention_fn
         if hasattr(attention_fn, 'rotate'): # rotary positions: cache keys that are rotated already
             query = attention_fn.rotate(query, self.cache.length - 1)
@@ -146,8 +146,7 @@ class DecoderState:
         hypotheses = torch.arange(k, device=sentences.device)
         self.cache.reorder((k * sentences[:, None] + hypotheses).flatten())
         self.cross = [(keys[sentences], values[sentences]) for keys, values in self.cross]
-        if self.src_mask is not None:
-            self.src_mask = self.src_mask[sentences]
+        self.src_mask = self.src_mask[sentences]
 
 def decoder_state(model, src):
     "The state of a search. Models of other architectures have their own method `decoder_state`."

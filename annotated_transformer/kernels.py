@@ -5,7 +5,7 @@ check that the results agree."""
 
 __all__ = ['SMALL', 'ONEDNN_CACHES', 'CACHE_CAPACITY', 'fused_attention', 'dot_product_attention', 'to_bfloat16', 'to_float32',
            'trains_in_bfloat16_on_cpu', 'mask_kind', 'smoothed_loss_and_gradient', 'ChunkedLoss', 'chunked_loss',
-           'linear_cross_entropy', 'summed_loss', 'validate', 'FastDropout', 'cast_once', 'accelerate', 'fused_qkv',
+           'linear_cross_entropy', 'summed_loss', 'validate', 'FastDropout', 'cast_once', 'accelerate',
            'suitable_threads', 'r_drop_loss_and_gradient', 'r_drop_loss', 'bound_onednn_caches', 'LossModule']
 
 import math
@@ -281,15 +281,6 @@ def accelerate(model: nn.Module) -> nn.Module:
         if type(module) is nn.Dropout:
             module.__class__ = FastDropout # another `forward`; `p`, mode and hooks stay
     return model
-
-def fused_qkv(
-    mha: MultiHeadAttention,
-) -> tuple[Float[Tensor, "features d_model"], Float[Tensor, "features"], list[int]]:
-    "Weight and bias that compute query, key and value in one product, and the size of each part."
-    projections = (mha.q_proj, mha.k_proj, mha.v_proj)
-    weight = torch.cat([projection.weight for projection in projections])
-    bias = torch.cat([projection.bias for projection in projections])
-    return weight, bias, [projection.out_features for projection in projections]
 
 SMALL = 2**22 # up to this many multiplications in its largest product, a step uses one thread
 

@@ -26,7 +26,6 @@ from .checkpoints import kind_of
 from .files import atomic_folder, atomic_write, check_new_folder, check_path, read_json, to_json
 from .inference import DecoderState, KeyValueCache, decoder_state, project_source
 from .interop import decoding_config, read_model_folder
-from .kernels import fused_qkv
 from .positions import check_length
 from .vocabulary import BOS, EOS, PAD, UNK
 
@@ -101,7 +100,6 @@ class GraphState(DecoderState):
         self.cache = cache
         zeros = torch.zeros(1, model.config.max_len, model.config.d_model)
         self.positions = model.tgt_positions(zeros)[0] # positions added to zeros: their table
-        self.qkv = [fused_qkv(layer.self_attention) for layer in model.decoder.layers]
 
 class DecoderGraph(nn.Module):
     """What decoder.onnx computes.
