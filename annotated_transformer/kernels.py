@@ -6,13 +6,16 @@ check that the results agree."""
 __all__ = ['SMALL', 'ONEDNN_CACHES', 'CACHE_CAPACITY', 'fused_attention', 'dot_product_attention', 'to_bfloat16', 'to_float32',
            'trains_in_bfloat16_on_cpu', 'mask_kind', 'smoothed_loss_and_gradient', 'ChunkedLoss', 'chunked_loss',
            'linear_cross_entropy', 'summed_loss', 'validate', 'FastDropout', 'cast_once', 'accelerate',
-           'suitable_threads', 'r_drop_loss_and_gradient', 'r_drop_loss', 'bound_onednn_caches', 'LossModule']
+           'suitable_threads', 'r_drop_loss_and_gradient', 'r_drop_loss', 'bound_onednn_caches', 'bfloat16_is_slow',
+           'LossModule']
 
 import math
 import os
+import timeit
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -361,6 +364,16 @@ def bound_onednn_caches() -> None:
     for name in ONEDNN_CACHES:
         os.environ.setdefault(name, str(CACHE_CAPACITY))
 
+@cache
+def bfloat16_is_slow() -> bool:
+    "Whether this CPU takes more than twice as long for a matrix product in bfloat16 as in float32."
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(256, 256, dtype=dtype)
+        x @ x # the first product takes longer
+        seconds[dtype] = min(timeit.repeat(lambda: x @ x, number=1, repeat=3))
+    return seconds[torch.bfloat16] > 2 * seconds[torch.float32]
+
 class LossModule(nn.Module):
     """A model and its training loss as one module, so that it can be wrapped for many processes.
 
@@ -374,6 +387,9 @@ class LossModule(nn.Module):
         self.bfloat16 = config.precision == 'bfloat16'
         if self.bfloat16 and model.lm_head.weight.device.type == 'cpu':
             bound_onednn_caches()
+            if bfloat16_is_slow():
+                warnings.warn('this processor computes much more slowly in bfloat16 than in float32: '
+                              "leave out --precision bfloat16 (in Python, precision='bfloat16')")
         self.r_drop = 0.0    # the trainer sets it
         self.hidden_states = model.hidden_states
         self.r_drop_loss_and_gradient = r_drop_loss_and_gradient

@@ -3,6 +3,7 @@ import inspect
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -333,6 +334,28 @@ def test_the_caches_of_onednn_are_bounded_in_bfloat16_on_a_cpu(monkeypatch, devi
         model = Transformer(TransformerConfig(**SIZES))
     LossModule(model, TrainConfig(precision=precision))
     assert [os.environ.get(name) for name in kernels.ONEDNN_CACHES] == expected
+
+
+@pytest.mark.parametrize('device, precision, is_slow, warns', [
+    ('cpu', 'bfloat16', True, True),
+    ('cpu', 'bfloat16', False, False),
+    ('cpu', 'float32', True, False),
+    ('meta', 'bfloat16', True, False)])
+def test_a_cpu_that_is_slow_in_bfloat16_gets_a_warning(monkeypatch, device, precision, is_slow, warns):
+    monkeypatch.setattr(kernels, 'bfloat16_is_slow', lambda: is_slow)
+    with torch.device(device):
+        model = Transformer(TransformerConfig(**SIZES))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        LossModule(model, TrainConfig(precision=precision))
+    assert ['--precision bfloat16' in str(warning.message) for warning in found] == [True] * warns
+
+
+@pytest.mark.parametrize('seconds, expected', [([0.001, 0.0004], False), ([0.001, 0.0019], False), ([0.001, 0.03], True)])
+def test_bfloat16_is_slow_if_it_takes_more_than_twice_as_long(monkeypatch, seconds, expected):
+    times = iter(seconds)
+    monkeypatch.setattr(kernels.timeit, 'repeat', lambda run, number, repeat: [run().sum().item() * 0 + next(times)])
+    assert kernels.bfloat16_is_slow.__wrapped__() is expected
 
 
 GROW = '''
