@@ -7,6 +7,7 @@ writes results/inference.json, which the page about inference shows. Run it on a
 """
 import argparse
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -19,7 +20,7 @@ import torch
 from record import about
 
 from annotated_transformer import decoding, inference
-from annotated_transformer.attention import MultiHeadAttention, attention, padding_mask
+from annotated_transformer.attention import MultiHeadAttention, attention, causal_mask
 from annotated_transformer.batches import pad_rows
 from annotated_transformer.files import atomic_write
 from annotated_transformer.kernels import accelerate
@@ -28,7 +29,7 @@ from annotated_transformer.relative_positions import RelativeConfig, RelativeTra
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.transformer import Transformer, TransformerConfig
 from annotated_transformer.translator import Translator
-from annotated_transformer.vocabulary import EOS, PAD
+from annotated_transformer.vocabulary import EOS
 
 PATH = Path(__file__).parent / 'results/inference.json'
 BUSY_ROUNDS = 5 # a search with two threads that wait for one another take many times as long
@@ -45,28 +46,46 @@ class WithCopiedSource(inference.DecoderState):
         return mha.out_proj(mha.merge_heads(output)).view(s, k, -1)
 
 
-class WithoutCache:
-    "A decoder state that computes all positions again at each step."
+def keep_source(model, encoder_output):
+    "Takes the place of `project_source`: the encoder's output itself, for each layer."
+    return [(encoder_output, encoder_output) for _ in model.decoder.layers]
+
+
+class WithProjections(inference.DecoderState):
+    "A DecoderState that projects the source again in each step."
+    def cross_attention(self, i, mha, x):
+        keys = mha.split_heads(mha.k_proj(self.cross[i][0]))
+        values = mha.split_heads(mha.v_proj(self.cross[i][1]))
+        query = mha.split_heads(mha.q_proj(x))
+        output, _ = mha.attention_fn(query, keys, values, self.src_mask)
+        return mha.out_proj(mha.merge_heads(output))
+
+
+class WithoutCache(inference.DecoderState):
+    "A DecoderState that computes all target positions again in each step, but projects the source once."
     def __init__(self, model, src):
-        self.model = model
-        self.encoder_output = model.encode(src)
-        self.src_mask = padding_mask(src, PAD)
+        super().__init__(model, src)
         self.tgt = src.new_empty(len(src), 1, 0) # (s, k, positions)
 
     def logits(self, tokens):
+        model = self.model
         s, k = tokens.shape
         self.tgt = torch.cat([self.tgt, tokens[..., None]], dim=-1)
-        encoder_output = self.encoder_output.repeat_interleave(k, 0)
-        mask = self.src_mask.repeat_interleave(k, 0)
-        hidden = self.model.decode(self.tgt.flatten(0, 1), encoder_output, mask)[:, -1]
-        return self.model.lm_head(hidden).view(s, k, -1)
+        t = self.tgt.size(-1)
+        x = model.tgt_embed(self.tgt.flatten(0, 1)) * math.sqrt(model.config.d_model) + self.positions[:t]
+        for i, layer in enumerate(model.decoder.layers):
+            x = layer.residual1(x, lambda y: layer.self_attention(y, y, y, causal_mask(t)))
+            x = x.view(s, k * t, -1) # all positions of a sentence's hypotheses are queries for its source
+            x = layer.residual2(x, lambda y: self.cross_attention(i, layer.cross_attention, y))
+            x = layer.residual3(x, layer.feed_forward).view(s * k, t, -1)
+        return model.lm_head(model.decoder.norm(x)[:, -1]).view(s, k, -1)
 
     def reorder(self, parents):
         self.tgt = self.tgt.gather(1, parents[..., None].expand(-1, -1, self.tgt.size(-1)))
 
     def select_rows(self, sentences):
         self.tgt = self.tgt[sentences]
-        self.encoder_output = self.encoder_output[sentences]
+        self.cross = [(keys[sentences], values[sentences]) for keys, values in self.cross]
         self.src_mask = self.src_mask[sentences]
 
 
@@ -81,16 +100,19 @@ def busy_core():
         program.wait()
 
 
-VARIANTS = ['key/value cache', 'k queries for each source', 'fused attention', 'finished sentences leave the batch',
-            'nothing (control)'] # the last one shows how much measurements vary
+VARIANTS = ['key/value cache', 'source projected once', 'k queries for each source', 'fused attention',
+            'finished sentences leave the batch', 'nothing (control)'] # the last one shows how much measurements vary
 
 
 @contextmanager
 def variant(name, model):
     "Switch one optimization off."
-    saved = {key: getattr(inference, key) for key in ('rows_to_keep', 'DecoderState')}
+    saved = {key: getattr(inference, key) for key in ('rows_to_keep', 'project_source', 'DecoderState')}
     if name == 'key/value cache':
         inference.DecoderState = WithoutCache
+    if name == 'source projected once':
+        inference.project_source = keep_source
+        inference.DecoderState = WithProjections
     if name == 'k queries for each source':
         inference.DecoderState = WithCopiedSource
     if name == 'fused attention':
@@ -107,8 +129,16 @@ def variant(name, model):
             setattr(inference, key, value)
 
 
+def batches_of(rows, batch_size):
+    "One batch of 64 sentences, or every fifth of them alone."
+    if batch_size == 1:
+        return [pad_rows([row]) for row in rows[:64:5]]
+    return [pad_rows(rows[:batch_size])]
+
+
 def measure(model, rows, rounds):
-    """Return milliseconds for each sentence, and the time without each optimization over the time with all.
+    """Return milliseconds for each sentence, and ratios: the time without each optimization over the time with all,
+    and the time of the reference over it.
 
     Each round compares times that were measured shortly after one another; the record has the quartiles of these
     ratios. Times are processor times, so that other programs disturb them less: use one thread.
@@ -118,7 +148,7 @@ def measure(model, rows, rounds):
     for _ in range(rounds):
         random.shuffle(names)
         for setting, (beam_size, batch_size) in SETTINGS.items():
-            batches = [pad_rows(rows[i:i + batch_size]) for i in range(0, max(batch_size, 12), batch_size)]
+            batches = batches_of(rows, batch_size)
             for name in names:
                 if name == 'the reference' and batch_size > 1:
                     continue
@@ -137,7 +167,8 @@ def measure(model, rows, rounds):
             ratios = [slow / fast for slow, fast in zip(found[name], found[None])]
             if ratios:
                 without[name][setting] = [round(ratio, 3) for ratio in statistics.quantiles(ratios, n=4)]
-    return with_all, without
+    reference = without.pop('the reference')
+    return with_all, without, reference
 
 
 def measure_threads(model, rows, rounds):
@@ -152,7 +183,7 @@ def measure_threads(model, rows, rounds):
     torch.set_num_threads(available_cores())
     try:
         for setting, (beam_size, batch_size) in SETTINGS.items():
-            batches = [pad_rows(rows[i:i + batch_size]) for i in range(0, max(batch_size, 12), batch_size)]
+            batches = batches_of(rows, batch_size)
             seconds = {way: [] for way in ways}
             for i in range(rounds + 1):
                 for way in (ways if i % 2 else reversed(ways)):
@@ -204,17 +235,18 @@ def main():
             Transformer(TransformerConfig(**small, norm='pre', positions='learned')).eval(), untrained),
         'untrained, rotary': (
             accelerate(RelativeTransformer(RelativeConfig(**small, positions='rotary')).eval()), untrained)}
-    with_all, without = measure(translator.model, rows, args.rounds)
+    with_all, without, reference = measure(translator.model, rows, args.rounds)
     threads = {'cores': available_cores(), 'alone': measure_threads(translator.model, rows, args.rounds)}
     with busy_core():
         threads['with another program on one core'] = measure_threads(translator.model, rows, BUSY_ROUNDS)
-    print(json.dumps({**without, 'one thread for small steps': threads}, indent=1), flush=True)
+    print(json.dumps({**without, 'the reference': reference, 'one thread for small steps': threads}, indent=1), flush=True)
     if args.sentences:
         equality = {name: compare(*model_and_rows) for name, model_and_rows in models.items()}
     else:
         equality = json.loads(PATH.read_text())['equality']
-    result = {**about(), 'threads': 1, 'settings': list(SETTINGS), 'milliseconds': with_all,
-              'without': without, 'without_suitable_threads': threads, 'equality': equality}
+    result = {**about(), 'threads': 1, 'rounds': args.rounds, 'busy_rounds': BUSY_ROUNDS, 'settings': list(SETTINGS),
+              'milliseconds': with_all, 'without': without, 'reference': reference, 'without_suitable_threads': threads,
+              'equality': equality}
     atomic_write(args.out, json.dumps(result, indent=1) + '\n')
     print(json.dumps(result, indent=1))
 
