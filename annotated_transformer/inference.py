@@ -10,7 +10,7 @@ __all__ = ['MAX_BEAM_SIZE', 'KeyValueCache', 'project_source', 'DecoderState', '
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +25,17 @@ from .vocabulary import BOS, EOS, PAD, UNK
 class KeyValueCache:
     """Keys and values of all decoder self-attentions at the positions so far.
 
-    :param n_hypotheses: of all sentences together
+    :param n_entries: hypotheses of all sentences together
     :param n_heads: heads of each layer
     :param d_k: features of a head's keys
     :param d_v: features of a head's values
     :param like: supplies dtype and device
     """
-    def __init__(self, n_hypotheses: int, n_heads: Sequence[int], d_k: int, d_v: int, like: Tensor):
-        total = sum(n_heads)    # the heads of all layers lie side by side
-        self.keys = like.new_empty(n_hypotheses, total, 0, d_k)
-        self.values = like.new_empty(n_hypotheses, total, 0, d_v)
-        self.heads = [slice(end - n, end) for n, end in zip(n_heads, accumulate(n_heads))]
+    def __init__(self, n_entries: int, n_heads: Sequence[int], d_k: int, d_v: int, like: Tensor):
+        bounds = [0, *accumulate(n_heads)] # the heads of all layers lie side by side
+        self.heads = [slice(start, end) for start, end in pairwise(bounds)] # those of each layer
+        self.keys = like.new_empty(n_entries, bounds[-1], 0, d_k)
+        self.values = like.new_empty(n_entries, bounds[-1], 0, d_v)
 
     @property
     def length(self) -> int:
@@ -48,8 +48,8 @@ class KeyValueCache:
         self.values = F.pad(self.values, (0, 0, 0, 1))
 
     def update(
-        self, layer: int, key: Float[Tensor, "hypotheses heads 1 d_k"], value: Float[Tensor, "hypotheses heads 1 d_v"],
-    ) -> tuple[Float[Tensor, "hypotheses heads t d_k"], Float[Tensor, "hypotheses heads t d_v"]]:
+        self, layer: int, key: Float[Tensor, "entries heads 1 d_k"], value: Float[Tensor, "entries heads 1 d_v"],
+    ) -> tuple[Float[Tensor, "entries heads t d_k"], Float[Tensor, "entries heads t d_v"]]:
         "Store a layer's key and value of the position just added; return its keys and values of all positions."
         keys = self.keys[:, self.heads[layer]] # a view: writing to it changes the cache
         values = self.values[:, self.heads[layer]]
@@ -57,10 +57,10 @@ class KeyValueCache:
         values[:, :, -1:] = value
         return keys, values
 
-    def reorder(self, hypotheses: Int[Tensor, "n_new"]) -> None:
-        "Keep these hypotheses, in this order; one may occur more than once."
-        self.keys = self.keys.index_select(0, hypotheses)
-        self.values = self.values.index_select(0, hypotheses)
+    def reorder(self, entries: Int[Tensor, "n_new"]) -> None:
+        "Keep these entries, in this order; one may occur more than once."
+        self.keys = self.keys.index_select(0, entries)
+        self.values = self.values.index_select(0, entries)
 
 def project_source(
     model: nn.Module, encoder_output: Float[Tensor, "s n d_model"],
@@ -82,16 +82,17 @@ class DecoderState:
     """
     def __init__(self, model: nn.Module, src: Int[Tensor, "s n"]):
         self.model = model
-        self.n_hypotheses = 1
+        self.n_hypotheses = 1 # of each row: k
         self.src_mask = padding_mask(src, PAD)
         zeros = model.tgt_embed.weight.new_zeros(1, model.config.max_len, model.config.d_model)
-        self.positions = model.tgt_positions(zeros)[0] # added to zeros: the position vectors alone
+        self.positions = model.tgt_positions(zeros)[0] # pass zeros through it to get the position vectors alone
         encoder_output = model.encode(src)
         self.cross = project_source(model, encoder_output)
         attentions = [layer.self_attention for layer in model.decoder.layers]
-        n_heads = [mha.n_heads for mha in attentions] # 0 where page 43 pruned all heads of a layer
-        d_k = max(mha.k_proj.out_features // max(1, mha.n_heads) for mha in attentions)
-        d_v = max(mha.v_proj.out_features // max(1, mha.n_heads) for mha in attentions)
+        n_heads = [mha.n_heads for mha in attentions] # 0 if all heads of a layer were pruned
+        unpruned = [mha for mha in attentions if mha.n_heads > 0] # all heads have the same size
+        d_k = unpruned[0].k_proj.out_features // unpruned[0].n_heads if unpruned else 0
+        d_v = unpruned[0].v_proj.out_features // unpruned[0].n_heads if unpruned else 0
         self.cache = KeyValueCache(len(src), n_heads, d_k, d_v, like=encoder_output)
 
     def logits(self, tokens: Int[Tensor, "s k"]) -> Float[Tensor, "s k vocab_size"]:
@@ -119,9 +120,9 @@ class DecoderState:
         if hasattr(attention_fn, 'rotate'): # rotary positions: cache keys that are rotated already
             query = attention_fn.rotate(query, self.cache.length - 1)
             key = attention_fn.rotate(key, self.cache.length - 1)
-            attention_fn = attention_fn.attention_fn
+            attention_fn = attention_fn.attention_fn # the same without rotation
         keys, values = self.cache.update(i, key, value)     # (s * k, heads, t, features)
-        output, _ = attention_fn(query, keys, values, None) # (s * k, heads, 1, d_v); ALiBi: query at the last key
+        output, _ = attention_fn(query, keys, values, None) # a query at the last position, as ALiBi expects
         return mha.out_proj(output.reshape(s, k, -1))
 
     def cross_attention(self, i, mha, x):
@@ -132,21 +133,21 @@ class DecoderState:
         return mha.out_proj(mha.merge_heads(output))
 
     def reorder(self, parents: Int[Tensor, "s j"]) -> None:
-        "Each sentence continues with j hypotheses; each is a copy of one of its k."
+        "Each row continues with j hypotheses; each is a copy of one of its k."
         k = self.n_hypotheses
         self.n_hypotheses = parents.size(1)
         if k == 1 and self.n_hypotheses == 1:
             return # greedy search: every hypothesis is its own parent
-        sentences = torch.arange(len(parents), device=parents.device)
-        self.cache.reorder((k * sentences[:, None] + parents).flatten())
+        rows = torch.arange(len(parents), device=parents.device)
+        self.cache.reorder((k * rows[:, None] + parents).flatten())
 
-    def select_rows(self, sentences: Int[Tensor, "r"]) -> None:
-        "Keep these sentences only."
+    def select_rows(self, rows: Int[Tensor, "r"]) -> None:
+        "Keep these rows only."
         k = self.n_hypotheses
-        hypotheses = torch.arange(k, device=sentences.device)
-        self.cache.reorder((k * sentences[:, None] + hypotheses).flatten())
-        self.cross = [(keys[sentences], values[sentences]) for keys, values in self.cross]
-        self.src_mask = self.src_mask[sentences]
+        hypotheses = torch.arange(k, device=rows.device)
+        self.cache.reorder((k * rows[:, None] + hypotheses).flatten())
+        self.cross = [(keys[rows], values[rows]) for keys, values in self.cross]
+        self.src_mask = self.src_mask[rows]
 
 def decoder_state(model, src):
     "The state of a search. Models of other architectures have their own method `decoder_state`."
@@ -203,9 +204,9 @@ class BeamState:
     def __init__(self, limits: Int[Tensor, "s"], config: DecodingConfig):
         n = len(limits)
         self.config = config
-        self.finished = [[] for _ in range(n)]  # of each sentence, best first
-        self.n_finished = [0] * n               # counts those that were not kept, too
-        self.sentence = list(range(n))          # the sentence of each row
+        self.finished = [[] for _ in range(n)]  # of each sentence, best first; truncated ones last
+        self.n_finished = [0] * n               # of each sentence, including those not kept
+        self.sentence = list(range(n))          # index of each row's sentence in the whole batch
         self.limits = limits.tolist()           # maximum length of each row
         self.done = [False] * n                 # rows whose search is over
         self.ids = limits.new_zeros(n, 1, 0)    # active hypotheses: (s, k, length)
@@ -214,26 +215,26 @@ class BeamState:
     def advance(
         self, log_prob: Float[Tensor, "s c"], parent: Int[Tensor, "s c"], token: Int[Tensor, "s c"],
     ) -> Int[Tensor, "s j"]:
-        """Take one step: candidates that end are finished, the best of the others become active.
+        """Take one step: candidates that end with EOS are finished, the best of the others become active.
 
-        :param log_prob: of c candidates for each sentence, best first
+        :param log_prob: of c candidates for each row, best first
         :param parent: the active hypothesis that each one continues
         :param token: and its new token
         :return: the parent of each new active hypothesis
         """
         beam_size = self.config.beam_size
         for row, best in enumerate(log_prob[:, 0].tolist()):
-            if best == -math.inf: # the constraints forbid every token
+            if best == -math.inf: # the constraints forbid every token, or the row is done already
                 self.end_truncated(row)
         is_eos = token == EOS
-        for row, rank in is_eos[:, :beam_size].nonzero().tolist(): # a worse one is dropped
+        for row, rank in is_eos[:, :beam_size].nonzero().tolist(): # EOS at a lower rank is dropped
             ids = self.ids[row, parent[row, rank]].tolist()
             self.add_finished(row, ids, log_prob[row, rank].item())
         active = log_prob.masked_fill(is_eos, -math.inf)
         self.log_prob, order = active.topk(min(beam_size, active.size(1)))
         parent = parent.gather(1, order)
         token = token.gather(1, order)
-        history = self.ids.gather(1, parent[..., None].expand(-1, -1, self.ids.size(-1)))
+        history = self.ids.gather(1, parent[..., None].expand(-1, -1, self.ids.size(-1))) # the parents' tokens
         self.ids = torch.cat([history, token[..., None]], dim=-1)
         self.update_done()
         return parent
@@ -253,7 +254,7 @@ class BeamState:
         return Hypothesis(ids, log_prob, normalized_score(log_prob, length, *penalty))
 
     def update_done(self) -> None:
-        "End the search of sentences at their maximum length, or whose result is certain."
+        "End the search of rows at their maximum length, or whose result is certain."
         length = self.ids.size(-1)
         for row, best in enumerate(self.log_prob[:, 0].tolist()):
             if length == self.limits[row]:
@@ -262,7 +263,7 @@ class BeamState:
                 self.done[row] = True
 
     def end_truncated(self, row: int) -> None:
-        "End the search of a sentence; fill up its results with active hypotheses."
+        "End the search of a row; fill up its results with active hypotheses. No effect if it is done."
         finished = self.finished[self.sentence[row]]
         for ids, log_prob in zip(self.ids[row].tolist(), self.log_prob[row].tolist()):
             is_wanted = len(finished) < self.config.n_best and not self.done[row]
@@ -271,10 +272,10 @@ class BeamState:
         self.done[row] = True
 
     def is_certain(self, row: int, best_log_prob: float) -> bool:
-        "Whether enough hypotheses have finished, or no active one can win: log-probabilities fall, length is limited."
+        "Whether enough hypotheses have finished, or no active one can still win."
         config = self.config
         sentence = self.sentence[row]
-        enough = math.inf # finished hypotheses that end the search
+        enough = math.inf # number of finished hypotheses that ends the search
         if config.patience is not None:
             enough = round(config.patience * config.beam_size)
         elif config.beam_size == 1:
@@ -295,7 +296,7 @@ class BeamState:
         self.done = [False] * len(rows)
 
 def rows_to_keep(done: Sequence[bool]) -> list[int] | None:
-    "Return the rows that are not done, once an eighth are: a smaller batch then pays for the copy. None: keep all."
+    "Return the rows still in progress once at least an eighth are done. None: keep all rows."
     if sum(done) < len(done) / 8 or all(done):
         return None
     return [row for row, is_done in enumerate(done) if not is_done]
@@ -334,7 +335,7 @@ def beam_search(
     :param src: source ids with EOS, padded with PAD
     :param prefix: ids that each translation begins with
     :param changes: fields of `config` to replace
-    :return: for each sentence its `n_best` hypotheses, best first
+    :return: for each sentence `n_best` hypotheses, best first; truncated ones last
     """
     config = replace(config, **changes)
     is_greedy = config.beam_size == 1 and config.patience is None
@@ -374,7 +375,7 @@ def sample(
     """Draw each token from `decoding.sampling_distribution`. Raises ValueError if out of range.
 
     :param model: in eval mode
-    :param src: source ids with EOS, padded with PAD; a row may occur several times
+    :param src: source ids with EOS, padded with PAD; repeat a row to draw several samples of it
     :param temperature: below 1: sharper; above 1: flatter
     :param top_k: keep only the k most probable tokens; 0: all
     :param top_p: keep the smallest set of tokens that reaches this probability
@@ -401,9 +402,9 @@ def process_logits(
     :param forced: next token of each sentence's prefix; -1: any
     :return: in nats; minus infinity for tokens that must not follow
     """
-    logits[..., :EOS] = -math.inf # PAD and BOS
+    logits[..., :EOS] = -math.inf # PAD and BOS, which have lower ids
     log_probs = logits.float().log_softmax(-1)
-    if math.isnan(log_probs[..., EOS].sum()): # one NaN makes all log-probabilities of a hypothesis NaN
+    if math.isnan(log_probs[..., EOS].sum()): # one NaN logit makes all log-probabilities NaN
         raise FloatingPointError("the model's logits are NaN or infinite: its weights are damaged, "
                                  'or too large for their precision')
     length = ids.size(-1)
@@ -421,7 +422,7 @@ def forbid_repeats(log_probs, ids, n):
     "Set tokens that would complete a second copy of an n-gram to minus infinity, in place."
     grams = ids.unfold(-1, n, 1)             # (s, k, positions, n)
     last = ids[..., ids.size(-1) - n + 1:]   # the n - 1 tokens before the next one
-    repeats = (grams[..., :-1] == last[..., None, :]).all(-1)
+    repeats = (grams[..., :-1] == last[..., None, :]).all(-1) # (s, k, positions): n-grams that begin with `last`
     for s, k, i in repeats.nonzero().tolist():
         log_probs[s, k, grams[s, k, i, -1]] = -math.inf
 
