@@ -94,7 +94,7 @@ class SentenceQueue:
             self.queue.put_nowait(item)
         try:
             return await asyncio.gather(*(item.future for item in items))
-        finally: # after an error or a timeout, cancel the rest; this does not change a future that has its results
+        finally: # after an error or a timeout of the caller, cancel the rest; results that are set stay set
             for item in items:
                 item.future.cancel()
 
@@ -109,7 +109,7 @@ class SentenceQueue:
                                   'try again later')
 
     def drop_cancelled(self) -> None:
-        "Remove the sentences of requests that failed or timed out. The others keep their order."
+        "Remove cancelled sentences, of requests that failed or timed out. The others keep their order."
         for _ in range(self.queue.qsize()):
             item = self.queue.get_nowait()
             if not item.future.done(): # a cancelled future is done
@@ -133,10 +133,10 @@ class Batcher(SentenceQueue):
         "Wait for a sentence, then take those that are waiting."
         batch = [await self.queue.get()]
         if len(batch) + self.queue.qsize() < self.config.max_batch:
-            await asyncio.sleep(self.config.max_wait)
+            await asyncio.sleep(self.config.max_wait) # all of it, even if the batch fills sooner
         while len(batch) < self.config.max_batch and not self.queue.empty():
             batch.append(self.queue.get_nowait())
-        return [item for item in batch if not item.future.done()] # without those of requests that failed or timed out
+        return [item for item in batch if not item.future.done()] # without cancelled sentences
 
     async def translate_batch(self, batch: list[QueuedSentence]) -> list:
         "Run the model in the worker thread. Meanwhile, the event loop accepts requests."
@@ -168,6 +168,7 @@ class Batcher(SentenceQueue):
         while True:
             batch = await self.next_batch()
             if not batch:
+                await asyncio.sleep(0) # let other tasks run
                 continue
             try:
                 results = await self.translate_batch(batch)
@@ -197,7 +198,7 @@ class TranslateRequest:
     """A valid request for translations.
 
     :param texts: lines of all texts
-    :param n_lines: number of lines of each text that the client sent
+    :param n_lines: for each text of the request, its number of lines
     :param is_single: whether q is a string, not a list: then the response holds a string
     """
     texts: list[str]

@@ -709,7 +709,7 @@ def test_page_about_serving_shows_the_default_search_if_the_record_has_it(tmp_pa
     smallest, middle, largest = [f'{rate:,.0f}' for rate in offline]
     assert lines[2] == f'| offline, sentences per second | {middle} | {smallest} | {largest} |'
     printed = capsys.readouterr().out
-    assert ('--beam-patience 1.0, --max-wait 0.25;' if has_patience else '--beam-patience inf, ') in printed
+    assert ('--beam-patience 1.0, --max-wait 0.25\n' if has_patience else '--beam-patience inf, ') in printed
     assert f"32 clients / {served[1]:.0f} per second" in printed
     (tmp_path / 'benchmarks/results/serving.json').unlink() # as on Colab
     exec(source, {'json': json, 'Markdown': str, 'display': shown.append})

@@ -253,6 +253,25 @@ def test_waiting_sentences_share_a_batch():
     assert sizes == [10, 10, 5]
 
 
+def test_empty_batches_do_not_block_the_event_loop():
+    class Empty(Batcher):
+        n_calls = 0
+
+        async def next_batch(self):
+            self.n_calls += 1
+            assert self.n_calls < 100, 'no other task has run'
+            return []
+
+    async def run():
+        task = asyncio.create_task(Empty(echo).run())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not task.done()
+        task.cancel()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize('limits, expected', [({}, [1, 1]), ({'max_wait': 1.0}, [2])])
 def test_a_batch_waits_for_more_sentences_only_if_told_to(limits, expected):
     sizes = []
