@@ -4,8 +4,8 @@
 
 __all__ = ['NAN_LOGITS', 'MIN_EXPONENT', 'GROUP_SIZE', 'PACKAGE', 'EngineName', 'ComputeType', 'FORMAT', 'CONVERTED',
            'BatchSearch', 'start_search', 'Candidate', 'ranked', 'store_result', 'to_hypothesis', 'search_groups',
-           'until_certain', 'search_batch', 'PyTorchEngine', 'length_groups', 'until_enough', 'CTranslate2Engine',
-           'conversion_name', 'convert', 'check_conversion', 'converted_folder', 'choose_engine',
+           'until_certain', 'search_batch', 'PyTorchEngine', 'split_by_prefix', 'length_groups', 'until_enough',
+           'CTranslate2Engine', 'conversion_name', 'convert', 'check_conversion', 'converted_folder', 'choose_engine',
            'ctranslate2_obstacle']
 
 import hashlib
@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -32,17 +32,17 @@ from .interop import ctranslate2_library, export_ctranslate2, require_ctranslate
 from .vocabulary import EOS, PAD, Tokenizer
 
 NAN_LOGITS = "the model's logits are NaN: its weights are damaged"
-MIN_EXPONENT = 0.001 # with 0, CTranslate2 would end a search when the best hypothesis has finished
+MIN_EXPONENT = 0.001 # not 0: there, CTranslate2 has another rule, and stops when the best hypothesis has finished
 GROUP_SIZE = 16 # minimum number of sentences per search, where their lengths allow it
 PACKAGE = Path(str(files('annotated_transformer'))).resolve()
 
 class BatchSearch:
     "The sentences of a beam search in CTranslate2, and their results so far."
-    def __init__(self, engine, rows, config: DecodingConfig, prefix):
+    def __init__(self, engine, rows: Sequence[list[int]], config: DecodingConfig, prefix):
         self.engine = engine # a CTranslate2Engine
         self.rows = rows     # source ids of each sentence, EOS included
         self.config = config
-        self.prefix = [()] * len(rows) if prefix is None else prefix
+        self.prefix = [()] * len(rows) if prefix is None else prefix # ids that each translation begins with
         self.limits = [] # tokens that each translation may have, EOS included
         for row, ids in zip(rows, self.prefix, strict=True):
             limit = min(len(row) + config.max_extra_tokens, engine.max_len)
@@ -51,8 +51,9 @@ class BatchSearch:
         if any(self.prefix):
             self.prefix_log_probs = engine.score_prefixes(rows, self.prefix)
         self.results = [[] for _ in rows]
-        m = sum(map(len, rows)) / max(1, len(rows))
-        self.exponent = max(MIN_EXPONENT, config.length_penalty * m / (m + config.length_penalty_offset))
+        mean_length = sum(map(len, rows)) / max(1, len(rows))
+        exponent = config.length_penalty * mean_length / (mean_length + config.length_penalty_offset)
+        self.exponent = max(MIN_EXPONENT, exponent) # of CTranslate2's length penalty
 
     def normalized(self, log_prob: float, length: int) -> float:
         "Divide a log-probability by our length penalty."
@@ -68,12 +69,13 @@ def start_search(search: BatchSearch, group: Sequence[int], cutoff: int, n_finis
     """
     engine = search.engine
     beam_size = search.config.beam_size
-    n_finished = n_finished or beam_size * cutoff # None: more than can finish
+    if n_finished is None:
+        n_finished = beam_size * cutoff # more than can finish
     rows = [search.rows[i][:-1] for i in group] # CTranslate2 adds EOS
     prefix = [search.prefix[i] for i in group]
     return engine.translator.translate_batch(
         engine.to_tokens(rows), engine.to_tokens(prefix) if any(prefix) else None, beam_size=beam_size,
-        patience=n_finished / beam_size, num_hypotheses=n_finished, # returns at most patience * beam_size
+        patience=n_finished / beam_size, num_hypotheses=n_finished, # it ends after `patience * beam_size`; return all
         length_penalty=search.exponent, min_decoding_length=0, max_decoding_length=cutoff, max_input_length=0,
         max_batch_size=math.ceil(len(rows) / engine.n_workers), # a part of the group for each worker
         return_scores=True, return_end_token=True, asynchronous=True)
@@ -89,7 +91,8 @@ def ranked(search: BatchSearch, i: int, found) -> tuple[list[Candidate], list[Ca
     finished = []
     active = []
     for tokens, score in zip(found.hypotheses, found.scores):
-        log_prob = score * len(tokens) ** search.exponent + search.prefix_log_probs[i] # tokens: with prefix and EOS
+        log_prob = score * len(tokens) ** search.exponent # CTranslate2 counts prefix and EOS in the length
+        log_prob += search.prefix_log_probs[i]            # but not the prefix in the log-probability
         group = finished if tokens[-1] == search.engine.tokens[EOS] else active
         group.append(Candidate(search.normalized(log_prob, len(tokens)), log_prob, tokens))
     finished.sort(key=lambda candidate: -candidate.score)
@@ -100,15 +103,18 @@ def store_result(search: BatchSearch, i: int, found, cutoff: int) -> bool:
     "Store the best hypotheses of a sentence. Return whether no active one can win."
     finished, active = ranked(search, i, found)
     n_best = search.config.n_best
-    search.results[i] = [to_hypothesis(search.engine, candidate) for candidate in [*finished, *active][:n_best]]
+    best = [*finished, *active][:n_best] # active ones only if too few have finished
+    search.results[i] = [to_hypothesis(search.engine, candidate) for candidate in best]
     if len(finished) < n_best:
         return False
+    ended_last = [candidate.log_prob for candidate in finished if len(candidate.tokens) == cutoff]
     if active:
-        bound = active[0].log_prob # all active ones have the same length, so the first is the most probable
-    else: # those that CTranslate2 left out are less probable than those that ended at the cutoff
-        ended = [candidate.log_prob for candidate in finished if len(candidate.tokens) == cutoff]
-        bound = min(ended, default=math.inf) # if none ended there, nothing is known: search again
-    return finished[n_best - 1].score >= search.normalized(bound, search.limits[i])
+        highest = active[0].log_prob # all active ones have the same length, so the first is the most probable
+    elif ended_last:
+        highest = min(ended_last)    # an active one that was left out is less probable than these
+    else:
+        return False                 # nothing is known about active ones
+    return finished[n_best - 1].score >= search.normalized(highest, search.limits[i])
 
 def to_hypothesis(engine, candidate: Candidate) -> Hypothesis:
     "Replace tokens by ids. Raises FloatingPointError for NaN."
@@ -131,17 +137,12 @@ def search_groups(search: BatchSearch, groups: list[tuple[list[int], int]], n_fi
     return uncertain
 
 def until_certain(search: BatchSearch) -> list[list[Hypothesis]]:
-    "Search until no active hypothesis can win. Adapt the engine's margin."
-    engine = search.engine
-    margin = round(engine.margin)
-    everyone = list(range(len(search.rows)))
-    uncertain = search_groups(search, length_groups(search, everyone, margin))
-    share = len(uncertain) / max(1, len(everyone))
-    engine.margin += 4 * share - (1 - share) / 2 # on average: +4 for a sentence searched again, -1/2 for another
-    engine.margin = min(max(engine.margin, 1.0), 64.0)
+    "Search until no active hypothesis can win. Each repetition has twice the margin of the one before."
+    uncertain = list(range(len(search.rows)))
+    margin = max(1, search.engine.margin)
     while uncertain:
-        margin *= 2
         uncertain = search_groups(search, length_groups(search, uncertain, margin))
+        margin *= 2
     return search.results
 
 def search_batch(engine, rows, config: DecodingConfig, prefix, with_scores: bool) -> list[list[Hypothesis]]:
@@ -151,7 +152,7 @@ def search_batch(engine, rows, config: DecodingConfig, prefix, with_scores: bool
         return engine.fall_back(f'our {" and ".join(ours)}').beam_search(rows, config, prefix)
     is_greedy = config.beam_size == 1
     if is_greedy and not with_scores and not any(prefix or ()) and engine.translator.device == 'cpu':
-        found = engine.token_by_token(rows, config.max_extra_tokens) # on a GPU, it might miss an overflow
+        found = engine.token_by_token(rows, config.max_extra_tokens) # faster; on a GPU, it might miss an overflow
         return [[Hypothesis(ids, math.nan, math.nan)] for ids in found]
     search = BatchSearch(engine, rows, config, prefix)
     if is_greedy or config.patience is not None:
@@ -202,28 +203,31 @@ class PyTorchEngine:
         found = inference.sample(self.model, src, temperature, top_k, top_p, generator, max_extra_tokens)
         return [hypothesis.ids for hypothesis in found]
 
+def split_by_prefix(search: BatchSearch, sentences: Sequence[int]) -> tuple[list[int], list[int]]:
+    "Return the sentences without a prefix, and those with one."
+    without = [i for i in sentences if not search.prefix[i]]
+    with_prefix = [i for i in sentences if search.prefix[i]]
+    return without, with_prefix
+
 def length_groups(search: BatchSearch, sentences: Sequence[int], margin: int) -> list[tuple[list[int], int]]:
     """Group sentences by cutoff. Shorter ones join a group of fewer than GROUP_SIZE if their limits allow it.
 
     :param sentences: their positions in the batch
     :return: groups, and their cutoff
     """
-    keys = []
+    cutoffs = {}
     for i in sentences:
-        length = max(len(search.rows[i]), len(search.prefix[i])) + margin
-        length = min(length + length % 2, search.limits[i]) # an even number: fewer groups
-        keys.append((len(search.prefix[i]) > 0, length, i))
+        length = max(len(search.rows[i]), len(search.prefix[i]))
+        cutoffs[i] = min(length + margin, search.limits[i])
     groups = []
-    last_kind = None
-    for has_prefix, length, i in sorted(keys, reverse=True): # the longest first
-        if has_prefix == last_kind:
-            group, cutoff = groups[-1]
-            may_join = len(group) < GROUP_SIZE and cutoff <= search.limits[i]
-            if length == cutoff or may_join:
-                group.append(i)
-                continue
-        groups.append(([i], length))
-        last_kind = has_prefix
+    for members in split_by_prefix(search, sentences):
+        cutoff = None # of the group that sentences may join
+        for i in sorted(members, key=lambda i: -cutoffs[i]): # the longest first
+            has_room = cutoff is not None and len(groups[-1][0]) < GROUP_SIZE and cutoff <= search.limits[i]
+            if cutoffs[i] != cutoff and not has_room:
+                cutoff = cutoffs[i]
+                groups.append(([], cutoff))
+            groups[-1][0].append(i)
     return groups
 
 def until_enough(search: BatchSearch) -> list[list[Hypothesis]]:
@@ -232,11 +236,11 @@ def until_enough(search: BatchSearch) -> list[list[Hypothesis]]:
     patience = config.patience if config.beam_size > 1 else 1.0
     n_finished = max(1, config.n_best, round(patience * config.beam_size))
     longest = max(search.limits)
-    with_prefix = [i for i, ids in enumerate(search.prefix) if ids]
-    without = [i for i, ids in enumerate(search.prefix) if not ids]
-    search_groups(search, [(group, longest) for group in (without, with_prefix) if group], n_finished)
-    for i, limit in enumerate(search.limits): # the call above had the longest limit for all; ids have no EOS
-        if limit < longest and any(len(hypothesis.ids) >= limit for hypothesis in search.results[i]):
+    groups = split_by_prefix(search, range(len(search.rows)))
+    search_groups(search, [(group, longest) for group in groups if group], n_finished)
+    for i, limit in enumerate(search.limits):
+        n_ids = max((len(hypothesis.ids) for hypothesis in search.results[i]), default=0) # without EOS
+        if limit < longest and n_ids >= limit:
             search_groups(search, [([i], limit)], n_finished)
     return search.results
 
@@ -271,7 +275,7 @@ class CTranslate2Engine:
         self.max_len = model.config.max_len
         self.tokens = tokenizer.tokens(range(len(tokenizer)))
         self.ids = {token: i for i, token in enumerate(self.tokens)}
-        self.margin = 4.0 # steps of a first search beyond the length of the source; adapts itself
+        self.margin = 3 # tokens of a first search beyond the length of the source
 
     def fall_back(self, what: str) -> PyTorchEngine:
         "Return the other engine. Warn with the reason if CTranslate2 was asked for."
@@ -279,10 +283,10 @@ class CTranslate2Engine:
             warnings.warn(f'Falling back to PyTorch: CTranslate2 does not support {what}')
         return self.pytorch
 
-    def to_tokens(self, rows):
+    def to_tokens(self, rows: Iterable[Sequence[int]]) -> list[list[str]]:
         return [[self.tokens[i] for i in row] for row in rows]
 
-    def to_ids(self, tokens):
+    def to_ids(self, tokens: Sequence[str]) -> list[int]:
         return [self.ids[token] for token in tokens]
 
     def beam_search(
@@ -318,7 +322,7 @@ class CTranslate2Engine:
         :param generator: if there is one, PyTorch draws
         :return: ids of each translation
         """
-        sampling_distribution(torch.zeros(1, 2), temperature, top_k, top_p) # checks the settings
+        sampling_distribution(torch.zeros(1, 2), temperature, top_k, top_p) # raises ValueError for settings out of range
         if generator is not None:
             return self.pytorch.sample(rows, temperature, top_k, top_p, generator, max_extra_tokens)
         return self.token_by_token(rows, max_extra_tokens, sampling_temperature=temperature, sampling_topk=top_k,
@@ -404,8 +408,8 @@ def choose_engine(
 ) -> PyTorchEngine | CTranslate2Engine:
     """Return the engine for a model. 'auto': CTranslate2 where it is installed and can represent the model.
 
-    Raises ValueError for an unknown engine or compute type or a damaged conversion, ImportError for
-    'ctranslate2' where it is not installed.
+    Raises ValueError for an unknown engine or compute type or a damaged conversion, ImportError where
+    CTranslate2 is not installed, but is the engine or has to be, because of the compute type.
 
     :param folder: of the model
     :param model: the model, on its device
@@ -425,10 +429,11 @@ def choose_engine(
     is_wanted = engine == 'ctranslate2' or compute_type != 'float32'
     if obstacle is None:
         return CTranslate2Engine(converted_folder(folder), model, tokenizer, device, compute_type, is_wanted)
-    if not isinstance(obstacle, ImportError):
-        warnings.warn(f'PyTorch translates in float32, not CTranslate2: {obstacle}')
-    elif is_wanted:
+    is_missing = isinstance(obstacle, ImportError)
+    if is_missing and is_wanted:
         raise obstacle
+    if not is_missing:
+        warnings.warn(f'PyTorch translates in float32, not CTranslate2: {obstacle}')
     return PyTorchEngine(model)
 
 def ctranslate2_obstacle(model: nn.Module, device: str) -> Exception | None:

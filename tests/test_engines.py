@@ -135,15 +135,17 @@ def test_a_whole_translation_as_a_prefix_is_not_continued(shipped):
     assert [[way.text for way in ways] for ways in theirs] == [[way.text for way in ways] for ways in ours]
 
 
-def test_the_margin_of_the_first_search_adapts_itself(shipped, monkeypatch):
-    monkeypatch.setattr(engines, 'GROUP_SIZE', 1) # in larger groups, most sentences get more steps than their margin
+@pytest.mark.parametrize('group_size', [1, 16])
+def test_the_margin_of_the_first_search_does_not_change_the_result(shipped, monkeypatch, group_size):
+    monkeypatch.setattr(engines, 'GROUP_SIZE', group_size) # in larger groups, most sentences get more steps than their margin
     engine = shipped[1].engine
     rows = shipped[1].encode(TEXTS)
-    expected = engine.beam_search(rows, DecodingConfig())
-    for margin in (1.0, 60.0):
-        engine.margin = margin
-        assert_same(engine.beam_search(rows, DecodingConfig()), expected)
-        assert engine.margin > 1.0 if margin == 1.0 else engine.margin < 60.0
+    for n_best in (1, 4):
+        config = DecodingConfig(n_best=n_best)
+        expected = shipped[0].engine.beam_search(rows, config)
+        for margin in (1, 2, 3, 4, 60):
+            monkeypatch.setattr(engine, 'margin', margin)
+            assert_same(engine.beam_search(rows, config), expected)
 
 
 def test_shorter_sentences_join_a_small_group(shipped):
@@ -153,7 +155,7 @@ def test_shorter_sentences_join_a_small_group(shipped):
     everyone = list(range(len(rows)))
     groups = engines.length_groups(engines.BatchSearch(engine, rows, DecodingConfig(), None), everyone, 4)
     assert [len(group) for group, _ in groups] == [16, 14]
-    assert [max_length for _, max_length in groups] == [38, 22]
+    assert [max_length for _, max_length in groups] == [37, 21]
     limited = engines.BatchSearch(engine, rows, DecodingConfig(max_extra_tokens=0), None)
     for group, max_length in engines.length_groups(limited, everyone, 4):
         assert all(max_length <= limited.limits[i] for i in group)
