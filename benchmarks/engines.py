@@ -1,15 +1,23 @@
 #!/usr/bin/env python3
-"""Compare the translations of the engines on a test set: PyTorch, CTranslate2 in float32 and in int8, and CTranslate2 with
-the stopping rule of `serve`, which ends a search as soon as --beam-size hypotheses have finished.
+"""Compare the engines on a test set: PyTorch, CTranslate2 in float32 and in int8, each with two stopping rules. A search
+ends when no active hypothesis can win, or (patience 1, the default of `serve`) as soon as --beam-size hypotheses have
+finished.
 
     python benchmarks/engines.py --model runs/mine --data-dir DIR
 
 DIR holds Multi30k. Each engine translates the split with the settings stored with the model. The record holds BLEU, the share
 of translations that equal those of PyTorch, and what kind the others are: PyTorch scores both translations in float32, and
 the score of the other engine's is the same up to rounding (a tie), lower or higher.
+
+It also holds the seconds of each search: of every tenth sentence alone, and of all sentences in batches of 64. Each system
+runs in a process of its own, with a thread for each core; rounds alternate in time, each starting with another system. All
+rounds are recorded.
 """
 import argparse
 import math
+import os
+import subprocess
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,6 +29,7 @@ from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.decoding import Hypothesis, normalized_score
 from annotated_transformer.files import atomic_write, checksum, to_json
 from annotated_transformer.inference import DecodingConfig
+from annotated_transformer.large_corpora import available_cores
 from annotated_transformer.scoring import score
 from annotated_transformer.translator import Translator
 from annotated_transformer.vocabulary import BOS, EOS
@@ -35,14 +44,17 @@ SYSTEMS = { # name: engine, compute type, patience
     'CTranslate2 int8': ('ctranslate2', 'int8', None),
     'PyTorch, patience 1': ('pytorch', 'float32', 1.0),
     'CTranslate2 float32, patience 1': ('ctranslate2', 'float32', 1.0),
+    'CTranslate2 int8, patience 1': ('ctranslate2', 'int8', 1.0),
 }
 
-def translate(translator: Translator, rows: list[list[int]], config: DecodingConfig) -> list[Hypothesis]:
+def translate(
+    translator: Translator, rows: list[list[int]], config: DecodingConfig, batch_size: int = BATCH,
+) -> list[Hypothesis]:
     "Return the best hypothesis of each sentence; batches hold sentences of similar length."
     found = [None] * len(rows)
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-    for start in range(0, len(order), BATCH):
-        batch = order[start:start + BATCH]
+    for start in range(0, len(order), batch_size):
+        batch = order[start:start + batch_size]
         for i, best in zip(batch, translator.engine.beam_search([rows[i] for i in batch], config)):
             found[i] = best[0]
     return found
@@ -69,6 +81,51 @@ def differences(translator: Translator, rows: list, ours: list, theirs: list, co
     largest = round(max(map(abs, gaps), default=0.0), 5)
     return {'same': len(rows) - len(gaps), 'kinds': kinds, 'largest_score_gap': largest}
 
+def load(model: Path, name: str) -> tuple[Translator, DecodingConfig]:
+    "Return the translator of a system, and the settings of its search."
+    engine, compute_type, patience = SYSTEMS[name]
+    translator = Translator.load(model, 'cpu', engine, compute_type)
+    return translator, replace(translator.decoding, n_best=1, patience=patience)
+
+def work(model: Path, name: str, texts: list[str]) -> None:
+    "Measure one system whenever a batch size comes on a line: answer with the seconds that its searches took."
+    torch.set_num_threads(available_cores())
+    translator, config = load(model, name)
+    rows = translator.encode(texts)
+    rows_for = {1: rows[::10], BATCH: rows}
+    translate(translator, rows[:2 * BATCH], config) # warm up
+    print('ready', flush=True)
+    for line in sys.stdin:
+        batch_size = int(line)
+        start = time.perf_counter()
+        translate(translator, rows_for[batch_size], config, batch_size)
+        print(time.perf_counter() - start, flush=True)
+
+def measure_speed(rounds: int) -> dict[str, dict[str, list[float]]]:
+    "Return the seconds of each system and batch size in every round."
+    environment = {key: value for key, value in os.environ.items() if key != 'OMP_NUM_THREADS'}
+    workers = {name: subprocess.Popen([sys.executable, *sys.argv, '--worker', name], stdin=subprocess.PIPE, text=True,
+                                      stdout=subprocess.PIPE, env=environment) for name in SYSTEMS}
+    seconds = {name: {'1': [], str(BATCH): []} for name in SYSTEMS}
+    try:
+        for name, worker in workers.items():
+            if worker.stdout.readline() != 'ready\n':
+                raise RuntimeError(f'the process of {name} has failed')
+        for i in range(rounds):
+            first = i % len(SYSTEMS)
+            for name in [*list(SYSTEMS)[first:], *list(SYSTEMS)[:first]]:
+                for batch_size, found in seconds[name].items():
+                    time.sleep(0.3) # threads of the last search have stopped waiting for work
+                    print(batch_size, file=workers[name].stdin, flush=True)
+                    found.append(round(float(workers[name].stdout.readline()), 3))
+            print(f'round {i + 1}:', {name: {size: found[-1] for size, found in of_name.items()}
+                                      for name, of_name in seconds.items()}, flush=True)
+    finally:
+        for worker in workers.values():
+            worker.kill()
+            worker.wait()
+    return seconds
+
 def compare(model: Path, pairs: list[tuple[str, str]]) -> dict[str, dict]:
     "Return the scores of each system, and how its translations differ from those of PyTorch."
     texts, references = [src for src, _ in pairs], [tgt for _, tgt in pairs]
@@ -77,9 +134,8 @@ def compare(model: Path, pairs: list[tuple[str, str]]) -> dict[str, dict]:
     reference = Translator.load(model, 'cpu', engine='pytorch')
     rows = reference.encode(texts)
     lines = {}
-    for name, (engine, compute_type, patience) in SYSTEMS.items():
-        translator = Translator.load(model, 'cpu', engine, compute_type)
-        config = replace(translator.decoding, n_best=1, patience=patience)
+    for name, (_, _, patience) in SYSTEMS.items():
+        translator, config = load(model, name)
         start = time.process_time()
         translations[name] = translate(translator, rows, config)
         seconds = time.process_time() - start
@@ -103,20 +159,29 @@ def main():
     parser.add_argument('--data-dir', type=Path, required=True, help='folder of Multi30k')
     parser.add_argument('--split', default='test_2016_flickr')
     parser.add_argument('--sentences', type=int, help='use only so many sentences, to try the script')
+    parser.add_argument('--rounds', type=int, default=7, help='of the measurement of speed')
     parser.add_argument('--out', type=Path, default=RESULTS / 'engines.json', help='the record')
+    parser.add_argument('--worker', choices=list(SYSTEMS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     translator = Translator.load(args.model, 'cpu')
     pair = '-'.join(translator.tokenizer.langs)
     pairs = load_corpus(CorpusConfig('multi30k', pair=pair, data_dir=args.data_dir))[args.split][:args.sentences]
+    if args.worker:
+        return work(args.model, args.worker, [src for src, _ in pairs])
     import ctranslate2
+    load_average = os.getloadavg()[0]
+    seconds = measure_speed(args.rounds)
     command = about()['command']
     for path, name in [(args.data_dir, 'DIR'), (args.model, 'MODEL')]:
         command = command.replace(str(path), name)
     record = {**about(), 'command': command, 'corpus': f'multi30k {pair}', 'split': args.split, 'sentences': len(pairs),
               'seed': translator.training.get('run', {}).get('training', {}).get('seed'),
               'search': asdict(translator.decoding), 'model': asdict(translator.model.config),
-              'metrics': compare(args.model, pairs),
+              'metrics': {name: {**found, 'seconds': seconds[name]}
+                          for name, found in compare(args.model, pairs).items()},
+              'rounds': args.rounds, 'cores': available_cores(), 'load_average': round(load_average, 2),
+              'single_sentences': len(pairs[::10]), 'batch_size': BATCH,
               'weights_sha256': checksum(args.model / 'model.safetensors')['sha256']}
     record['versions'] |= {'ctranslate2': ctranslate2.__version__}
     atomic_write(args.out, to_json(record))
