@@ -1250,21 +1250,41 @@ def page_about_engines():
 
 def test_page_about_engines_says_what_the_record_says():
     found = json.loads((ROOT / 'benchmarks/results/engines.json').read_text())
-    early, eight_bits = found['metrics']['CTranslate2 float32, patience 1'], found['metrics']['CTranslate2 int8']
-    assert found['sentences'] == found['metrics']['CTranslate2 float32']['same'] == 1000
-    assert early['same_as_pytorch_with_this_patience']['same'] == 1000
-    assert early['kinds'] == {'tie': 0, 'lower score': 1000 - early['same'], 'higher score': 0}
+    metrics, n = found['metrics'], found['sentences']
+    speeds = {}
+    for name, row in metrics.items():
+        for batch, sentences in (('1', found['single_sentences']), ('64', n)):
+            assert len(row['seconds'][batch]) == found['rounds'] == 7
+            speeds[name, batch] = sentences / statistics.median(row['seconds'][batch])
+    pytorch, float32, int8, early, both = [
+        [speeds[name, batch] for batch in ('1', '64')]
+        for name in ('PyTorch', 'CTranslate2 float32', 'CTranslate2 int8', 'CTranslate2 float32, patience 1',
+                     'CTranslate2 int8, patience 1')]
+    eight_bits, sooner = metrics['CTranslate2 int8'], metrics['CTranslate2 float32, patience 1']
+    assert n == metrics['CTranslate2 float32']['same'] == 1000
+    assert sooner['same_as_pytorch_with_this_patience']['same'] == 1000
+    assert sooner['kinds'] == {'tie': 0, 'lower score': 1000 - sooner['same'], 'higher score': 0}
     lower, higher = eight_bits['kinds']['lower score'], eight_bits['kinds']['higher score']
     changed = 1000 - eight_bits['same']
     assert lower + higher == changed
-    cost = f"{-early['paired_test']['difference']:.2f} BLEU"
     test = eight_bits['paired_test']
-    assert early['paired_test']['p_value'] < 0.05 < test['p_value']
+    for row in metrics.values(): # all intervals include 0
+        if 'paired_test' in row:
+            assert row['paired_test']['low'] < 0 < row['paired_test']['high'] and row['paired_test']['p_value'] > 0.05
+    assert abs(sooner['paired_test']['difference']) < 0.05 # BLEU hardly changes
+    assert (found['model']['vocab_size'], found['model']['n_layers'], found['model']['d_model']) == (10_000, 4, 128)
     text = page_about_engines()
-    for words in (f'if speed matters more than {cost}', f'changes {1000 - early["same"]} of 1,000 translations',
-                  f"makes all {1000 - early['same']} changed translations worse",
-                  f'changes {changed} of 1,000 translations', f'{lower} of the {changed} changed translations are worse',
-                  f"is not significant, but may be as large as {-test['low']:.2f}"):
+    for words in (
+        f'{both[0] / float32[0]:.1f} times as fast for sentences alone, and {both[1] / float32[1]:.1f} times in batches',
+        f'{float32[0] / pytorch[0]:.1f} times as fast as PyTorch alone, and {float32[1] / pytorch[1]:.1f} times in batches',
+        f'another factor of {early[0] / float32[0]:.1f} alone, {early[1] / float32[1]:.1f} in batches',
+        f'{int8[0] / float32[0]:.1f} times as fast as float32 alone, {int8[1] / float32[1]:.1f} times in batches',
+        f'It changes {1000 - sooner["same"]} of 1,000 translations',
+        f"makes all {1000 - sooner['same']} changed translations worse",
+        f"It changes {changed} of 1,000 translations, and BLEU by −{-test['difference']:.2f}",
+        f'{lower} of the {changed} changed translations are worse',
+        f"the loss may be as large as {-test['low']:.2f}",
+    ):
         assert words in text, words
 
 
@@ -1282,39 +1302,66 @@ def seconds_of(record, batch, kind='', rule='', threads=None):
 
 
 def test_page_about_engines_states_the_speedups_of_the_records():
+    "Of int8 relative to float32, by size, and of CTranslate2 relative to PyTorch."
     text = page_about_engines()
-    toy, default = decode_speed_record('toy'), ', default settings'
-    base = decode_speed_record('base', older=True)
     gains = {}
-    for batch in (1, 64):
-        float32, int8 = [seconds_of(toy, batch, kind, default) for kind in ('', ' int8')]
-        gains[batch] = [seconds_of(toy, batch, 'PyTorch', default) / float32, float32 / int8, float32 / seconds_of(toy, batch)]
-        gains[batch] += [seconds_of(base, batch, 'PyTorch') / seconds_of(base, batch, kind) for kind in ('', ' int8')]
-    one, many = gains[1], gains[64]
-    slower = [[seconds_of(toy, 64, kind, default, threads) / seconds_of(toy, 64, kind, threads=threads) for threads in '12']
-              for kind in ('', ' int8', 'PyTorch')]
-    product = f'{one[3]:.2f} · {one[4] / one[3]:.2f} = {one[4]:.2f}'
-    threads = [seconds_of(base, batch, threads='1') / seconds_of(base, batch, ' int8', threads='1') for batch in (1, 64)]
+    for older in (False, True):
+        for batch in (1, 64):
+            of_float32 = []
+            for size in ('toy', 'tiny', *(['small', 'base'] if older else [])):
+                record = decode_speed_record(size, older)
+                pytorch, float32, int8 = [seconds_of(record, batch, kind) for kind in ('PyTorch', '', ' int8')]
+                of_float32.append(pytorch / float32)
+                gains[older, size, batch] = float32 / int8
+                assert int8 < float32 < pytorch
+            assert of_float32 == sorted(of_float32, reverse=True) # CTranslate2 gains most with few parameters
+    least = {batch: min(gains[True, size, batch] for size in ('small', 'base')) for batch in (1, 64)}
     for words in (
-        f'`base` gains {product} times for single sentences',
-        f'`toy` becomes {one[0]:.1f} times as fast as in PyTorch for single sentences, and {many[0]:.1f} times in batches',
-        f'int8 adds ×{one[1]:.1f} and ×{many[1]:.1f}',
-        f'×{one[2]:.1f} for single sentences, ×{many[2]:.1f} in batches',
-        f'{one[4]:.1f} times as fast as in PyTorch for single sentences, and {many[4]:.1f} times in batches; '
-        f'in float32 only {one[3]:.1f} and {many[3]:.1f} times',
-        f'int8 is {threads[0]:.1f} times as fast as float32 for 6 single sentences, and {threads[1]:.1f} times for 64 in a batch',
-        f'int8 gains more at every size, with `base` {one[4] / one[3]:.1f} and {many[4] / many[3]:.1f} times as much',
-        f'192 sentences in batches take `toy` on the EPYC {slower[0][0]:.2f} times as long as with `patience=1` (int8: {slower[1][0]:.2f}; our PyTorch engine: {slower[2][0]:.2f}). '
-        f'With two threads, it is {slower[0][1]:.2f} times (int8: {slower[1][1]:.2f})',
+        f'at least {least[1]:.1f} times as fast alone, and {least[64]:.1f} times in batches',
+        f'int8 is {gains[False, "tiny", 1]:.1f} times as fast on the EPYC, and {gains[True, "tiny", 1]:.1f} times on the Xeon',
     ):
         assert words in text, words
-    assert 'gains most with small models and single sentences. ' in text
-    for batch in (1, 64):
-        sizes = [decode_speed_record(size, older=True) for size in ('toy', 'tiny', 'small', 'base')]
-        pytorch = [seconds_of(record, batch, 'PyTorch') for record in sizes]
-        float32, int8 = [[a / seconds_of(record, batch, kind) for a, record in zip(pytorch, sizes)] for kind in ('', ' int8')]
-        assert float32 == sorted(float32, reverse=True)
-        assert all(b > a for a, b in zip(float32, int8))
+    assert all(gains[key] > gains[*key[:2], 64] for key in gains if key[1] != 'toy' and key[2] == 1)
+
+
+def test_page_about_engines_counts_which_targets_are_reached():
+    "Ratios of median throughputs, with the faster of CTranslate2's two ways."
+    def speed(record, engine, beam, batch, unit='ids'):
+        names = [engine] + [engine + ', a worker for each thread'] * engine.startswith('CTranslate2')
+        return max(row['sentences'] / statistics.median(row['rounds']) for row in record['metrics']
+                   if row['engine'] in names and (row['beam'], row['batch'], row['unit']) == (beam, batch, unit))
+
+    ours, pytorch, direct, exact = 'annotated_transformer', [], [], []
+    for older, size in [(False, 'toy'), (False, 'tiny'), *((True, size) for size in ('toy', 'tiny', 'small', 'base'))]:
+        record = decode_speed_record(size, older)
+        engines_of, beams = record['settings']['engines'], {row['beam'] for row in record['metrics']}
+        for batch, target in ((1, 0.7), (64, 0.9)):
+            for beam in beams:
+                if 'transformers' in engines_of:
+                    pytorch.append(speed(record, ours, beam, batch) / speed(record, 'transformers', beam, batch))
+                for kind in ('float32', 'int8'):
+                    if 'CTranslate2 ' + kind in engines_of:
+                        name = f"{ours} with CTranslate2{' int8' * (kind == 'int8')}"
+                        other = speed(record, 'CTranslate2 ' + kind, beam, batch)
+                        direct.append((speed(record, name, beam, batch, 'text') / other, target))
+                        rule = ', until none can win' if older else ', default settings'
+                        if size == 'toy' and beam == 4 and (kind == 'float32' or not older):
+                            exact.append((speed(record, name + rule, 4, batch, 'text') / other, target))
+    old = json.loads((ROOT / 'benchmarks/results/decode-speed-0.1.0.json').read_text())
+    version = [speed(old, ours, beam, batch) / speed(old, ours + ' 0.1.0', beam, batch)
+               for beam in (1, 4) for batch in (1, 8, 64)]
+
+    def reached(found):
+        return f'in {sum(ratio >= target for ratio, target in found)} of {len(found)}'
+
+    text = page_about_engines()
+    for words in (
+        f'{reached([(ratio, 1.5) for ratio in pytorch])} cases (lowest {min(pytorch):.2f})',
+        f'of version 0.1.0 {reached([(ratio, 0.8) for ratio in version])};',
+        f'{reached(direct)} cases (lowest {min(direct)[0]:.2f})',
+        f'{reached(exact)} (lowest {min(exact)[0]:.2f}',
+    ):
+        assert words in text, words
 
 
 def test_page_about_engines_counts_where_workers_are_faster():
