@@ -276,7 +276,7 @@ class CTranslate2Engine:
         self.max_len = model.config.max_len
         self.tokens = tokenizer.tokens(range(len(tokenizer)))
         self.ids = {token: i for i, token in enumerate(self.tokens)}
-        self.margin = 3 # tokens of a first search beyond the length of the source
+        self.margin = 6 # tokens of a first search beyond the length of the source
 
     def fall_back(self, what: str) -> PyTorchEngine:
         "Return the PyTorch engine. Warn with the reason if CTranslate2 was chosen explicitly."
