@@ -174,7 +174,9 @@ class Batcher(SentenceQueue):
                 results = await self.translate_batch(batch)
             except Exception:
                 LOG.exception('a batch of %d sentences failed', len(batch))
-                results = [await self.translate_alone(item) for item in batch]
+                for item in batch:
+                    self.finish(item, await self.translate_alone(item))
+                continue
             for item, found in zip(batch, results):
                 self.finish(item, found)
 
@@ -183,7 +185,8 @@ def parse_body(body: bytes, content_type: str) -> dict:
     kind = content_type.split(';')[0].strip().lower()
     try:
         if kind == 'application/x-www-form-urlencoded':
-            fields = urllib.parse.parse_qs(body.decode(), strict_parsing=len(body) > 0) # blank fields count as missing
+            fields = urllib.parse.parse_qs( # blank fields count as missing
+                body.decode(), strict_parsing=len(body) > 0, errors='strict')
             return {name: values[0] if len(values) == 1 else values for name, values in fields.items()}
         fields = json.loads(body)
         json.dumps(fields, ensure_ascii=False).encode() # only checks: raises ValueError for a lone surrogate

@@ -333,6 +333,33 @@ def test_one_bad_sentence_does_not_spoil_its_batch():
     assert a[0][0].text == 'A' and c[0][0].text == 'C' and isinstance(b, RuntimeError)
 
 
+def test_after_a_failed_batch_each_answer_is_sent_as_soon_as_it_is_there():
+    "Not only when all sentences of the batch have been translated again."
+    may_go_on = threading.Event()
+
+    def fail_as_a_batch(texts, n_best):
+        if len(texts) > 1:
+            raise RuntimeError('cannot')
+        if texts == ['b']:
+            assert may_go_on.wait(20)
+        return echo(texts, n_best)
+
+    async def run():
+        batcher = Batcher(fail_as_a_batch)
+        task = asyncio.create_task(batcher.run())
+        first, second = [asyncio.create_task(batcher.submit([text])) for text in 'ab']
+        try:
+            await asyncio.wait_for(asyncio.shield(first), 10) # while the second is being translated
+            is_waiting = not second.done()
+        finally:
+            may_go_on.set()
+        await second
+        task.cancel()
+        return is_waiting
+
+    assert asyncio.run(run())
+
+
 def test_full_queue_is_refused():
     async def run():
         batcher = Batcher(echo, ServerConfig(max_waiting=3, max_sentences=3))
@@ -401,6 +428,8 @@ def test_parse_request_by_hand():
     fields = parse_body(b'q=a%20b&target=de', 'application/x-www-form-urlencoded; charset=utf-8')
     asked = parse_request(fields, ('en', 'de'), max_n_best=4, max_sentences=1)
     assert asked.texts == ['a b'] and asked.is_single and asked.n_best == 1
+    with pytest.raises(BadRequest, match='UTF-8'): # not translated with a replacement character
+        parse_body(b'q=a%FFb', 'application/x-www-form-urlencoded')
 
 
 def test_serve_prints_its_address_and_ends_with_an_interrupt():
