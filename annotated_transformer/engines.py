@@ -323,7 +323,7 @@ class CTranslate2Engine:
         :param generator: if given, PyTorch samples
         :return: ids of each translation
         """
-        sampling_distribution(torch.zeros(1, 2), temperature, top_k, top_p) # raises ValueError for settings out of range
+        sampling_distribution(torch.zeros(1, 2), temperature, top_k, top_p) # ValueError for settings out of range
         if generator is not None:
             return self.pytorch.sample(rows, temperature, top_k, top_p, generator, max_extra_tokens)
         return self.token_by_token(rows, max_extra_tokens, sampling_temperature=temperature, sampling_topk=top_k,

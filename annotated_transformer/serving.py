@@ -133,7 +133,7 @@ class Batcher(SentenceQueue):
         "Wait for a sentence, then take those that are waiting."
         batch = [await self.queue.get()]
         if len(batch) + self.queue.qsize() < self.config.max_batch:
-            await asyncio.sleep(self.config.max_wait) # even if the batch fills sooner; for 0 seconds: one turn of the loop
+            await asyncio.sleep(self.config.max_wait) # always the full time; 0 lets other tasks run once
         while len(batch) < self.config.max_batch and not self.queue.empty():
             batch.append(self.queue.get_nowait())
         return [item for item in batch if not item.future.done()] # without cancelled sentences

@@ -62,7 +62,7 @@ def sources(name, record):
 DISCUSSED = {'complexity': ['05_why_self_attention'], 'train-speed-gpu-base': ['24_kernels'],
              'train-speed-gpu-big': ['24_kernels'], 'train-speed-cpu': ['24_kernels'],
              'train-speed-cpu-bfloat16': ['24_kernels'], 'train-speed-0.1.0': ['24_kernels'],
-             'decode-speed': ['63_engines'], 'decode-speed-tiny': ['63_engines'],
+             'decode-speed': ['63_engines'], 'decode-speed-tiny': ['63_engines'], 'decode-speed-0.1.0': ['63_engines'],
              'decode-speed-avx512': ['63_engines'], 'decode-speed-avx512-tiny': ['63_engines'],
              'decode-speed-avx512-small': ['63_engines'], 'decode-speed-avx512-base': ['63_engines'],
              'multi30k-en-de': ['10_english_to_german', '30_recipes', '34_your_own_data', '78_the_record_in_full'],
