@@ -1289,6 +1289,28 @@ def test_page_about_engines_says_what_the_record_says():
         assert words in text, words
 
 
+def test_page_about_inference_says_what_the_record_says():
+    found = json.loads((ROOT / 'benchmarks/results/inference.json').read_text())
+    page = json.loads((ROOT / 'nbs/28_inference.ipynb').read_text())
+    text = ' '.join(' '.join(''.join(c['source']) for c in page['cells'] if c['cell_type'] == 'markdown').split())
+    without = found['without']
+    one_greedy, one_beam, batch = found['settings']
+
+    def saved(name, setting): # of the time without it, in percent
+        return f'{100 * (1 - 1 / without[name][setting][1]):.0f}'
+
+    projected = [saved('source projected once', setting) for setting in found['settings']]
+    assert f'saves {min(projected)} to {max(projected)}% of the time without it' in text
+    assert f"save {saved('k queries for each source', batch)}% in the batch" in text
+    assert f"beam 4 takes only {found['milliseconds'][one_beam] / found['milliseconds'][one_greedy]:.2f} times as long" in text
+    busy = found['without_suitable_threads']['with another program on one core']
+    assert 4 < min(busy[one_greedy][1], busy[one_beam][1]) < 5 and 'more than four times as long without it' in text
+    effects = {(name, setting) for name, row in without.items() for setting, (first, _, _) in row.items() if first > 1}
+    named = ('key/value cache', 'source projected once')
+    assert effects == {*((name, setting) for name in named for setting in found['settings']),
+                       ('k queries for each source', batch), ('finished sentences leave the batch', batch)}
+
+
 def decode_speed_record(size, older=False):
     name = 'decode-speed' + '-avx512' * older + f'-{size}' * (size != 'toy')
     return json.loads((ROOT / f'benchmarks/results/{name}.json').read_text())
