@@ -12,6 +12,10 @@ the score of the other engine's is the same up to rounding (a tie), lower or hig
 It also holds the seconds of each search: of every tenth sentence alone, and of all sentences in batches of 64. Each system
 runs in a process of its own, with a thread for each core; rounds alternate in time, each starting with another system. All
 rounds are recorded.
+
+    python benchmarks/engines.py --model runs/mine --data-dir DIR --part margins
+
+measures first margins of the exact search in CTranslate2 in the same way, and adds them to the record.
 """
 import argparse
 import math
@@ -27,7 +31,7 @@ import torch
 from annotated_transformer.batches import pad_rows
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.decoding import Hypothesis, normalized_score
-from annotated_transformer.files import atomic_write, checksum, to_json
+from annotated_transformer.files import atomic_write, checksum, read_json, to_json
 from annotated_transformer.inference import DecodingConfig
 from annotated_transformer.large_corpora import available_cores
 from annotated_transformer.scoring import score
@@ -46,6 +50,7 @@ SYSTEMS = { # name: engine, compute type, patience
     'CTranslate2 float32, patience 1': ('ctranslate2', 'float32', 1.0),
     'CTranslate2 int8, patience 1': ('ctranslate2', 'int8', 1.0),
 }
+MARGINS = {f'margin {margin}': margin for margin in (3, 6, 8, 12)} # tokens of a first search beyond the source
 
 def translate(
     translator: Translator, rows: list[list[int]], config: DecodingConfig, batch_size: int = BATCH,
@@ -83,8 +88,10 @@ def differences(translator: Translator, rows: list, ours: list, theirs: list, co
 
 def load(model: Path, name: str) -> tuple[Translator, DecodingConfig]:
     "Return the translator of a system, and the settings of its search."
-    engine, compute_type, patience = SYSTEMS[name]
+    engine, compute_type, patience = SYSTEMS['CTranslate2 float32' if name in MARGINS else name]
     translator = Translator.load(model, 'cpu', engine, compute_type)
+    if name in MARGINS:
+        translator.engine.margin = MARGINS[name]
     return translator, replace(translator.decoding, n_best=1, patience=patience)
 
 def work(model: Path, name: str, texts: list[str]) -> None:
@@ -101,19 +108,19 @@ def work(model: Path, name: str, texts: list[str]) -> None:
         translate(translator, rows_for[batch_size], config, batch_size)
         print(time.perf_counter() - start, flush=True)
 
-def measure_speed(rounds: int) -> dict[str, dict[str, list[float]]]:
+def measure_speed(systems: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
     "Return the seconds of each system and batch size in every round."
     environment = {key: value for key, value in os.environ.items() if key != 'OMP_NUM_THREADS'}
     workers = {name: subprocess.Popen([sys.executable, *sys.argv, '--worker', name], stdin=subprocess.PIPE, text=True,
-                                      stdout=subprocess.PIPE, env=environment) for name in SYSTEMS}
-    seconds = {name: {'1': [], str(BATCH): []} for name in SYSTEMS}
+                                      stdout=subprocess.PIPE, env=environment) for name in systems}
+    seconds = {name: {'1': [], str(BATCH): []} for name in systems}
     try:
         for name, worker in workers.items():
             if worker.stdout.readline() != 'ready\n':
                 raise RuntimeError(f'the process of {name} has failed')
         for i in range(rounds):
-            first = i % len(SYSTEMS)
-            for name in [*list(SYSTEMS)[first:], *list(SYSTEMS)[:first]]:
+            first = i % len(systems)
+            for name in [*systems[first:], *systems[:first]]:
                 for batch_size, found in seconds[name].items():
                     time.sleep(0.3) # threads of the last search have stopped waiting for work
                     print(batch_size, file=workers[name].stdin, flush=True)
@@ -161,7 +168,8 @@ def main():
     parser.add_argument('--sentences', type=int, help='use only so many sentences, to try the script')
     parser.add_argument('--rounds', type=int, default=7, help='of the measurement of speed')
     parser.add_argument('--out', type=Path, default=RESULTS / 'engines.json', help='the record')
-    parser.add_argument('--worker', choices=list(SYSTEMS), help=argparse.SUPPRESS)
+    parser.add_argument('--part', choices=['systems', 'margins'], default='systems', help='what to measure')
+    parser.add_argument('--worker', choices=[*SYSTEMS, *MARGINS], help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     translator = Translator.load(args.model, 'cpu')
@@ -171,10 +179,18 @@ def main():
         return work(args.model, args.worker, [src for src, _ in pairs])
     import ctranslate2
     load_average = os.getloadavg()[0]
-    seconds = measure_speed(args.rounds)
+    seconds = measure_speed(list(MARGINS if args.part == 'margins' else SYSTEMS), args.rounds)
     command = about()['command']
     for path, name in [(args.data_dir, 'DIR'), (args.model, 'MODEL')]:
         command = command.replace(str(path), name)
+    if args.part == 'margins':
+        weights = checksum(args.model / 'model.safetensors')['sha256']
+        record = read_json(args.out)
+        if record['weights_sha256'] != weights:
+            raise ValueError(f'{args.out} is the record of another model: measure --part systems first')
+        record['margins'] = {**about(), 'command': command, 'rounds': args.rounds, 'load_average': round(load_average, 2),
+                             'seconds': {MARGINS[name]: found for name, found in seconds.items()}}
+        return atomic_write(args.out, to_json(record))
     record = {**about(), 'command': command, 'corpus': f'multi30k {pair}', 'split': args.split, 'sentences': len(pairs),
               'seed': translator.training.get('run', {}).get('training', {}).get('seed'),
               'search': asdict(translator.decoding), 'model': asdict(translator.model.config),
