@@ -3,18 +3,18 @@
 """The web server: from a queue of sentences to a program that answers over HTTP: endpoints, time limits, a log
 without texts, and a clean end."""
 
-__all__ = ['SHORT_HELP', 'TRANSLATE_SCHEMA', 'read_body', 'check_key', 'attention_response', 'without_warnings', 'too_long',
-           'make_batchers', 'handle', 'create_app', 'timed_protocol', 'listen', 'serve']
+__all__ = ['SHORT_HELP', 'TRANSLATE_SCHEMA', 'read_body', 'check_key', 'attention_response', 'SilentReport', 'without_warnings',
+           'n_batches', 'too_long', 'make_batchers', 'handle', 'create_app', 'timed_protocol', 'listen', 'serve']
 
 import asyncio
 import contextlib
+import copy
 import hmac
 import json
 import logging
 import socket
 import time
-import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
@@ -23,6 +23,7 @@ from pathlib import Path
 
 from .serving import (
     LOG, BadRequest, Batcher, ServerConfig, parse_body, parse_request, translate_response)
+from .text_streams import InputReport
 from .translator import Translator
 
 async def read_body(
@@ -60,12 +61,20 @@ def attention_response(translator: Translator, text: str) -> dict:
         'weights': [[round(weight, 4) for weight in row] for row in weights.tolist()],
     }
 
-@contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    "Suppress warnings: they would quote a client's text in the server's log."
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        yield
+class SilentReport(InputReport):
+    "Does not warn: warnings would quote a client's text in the server's log."
+    def warn(self) -> None:
+        pass
+
+def without_warnings(translator: Translator) -> Translator:
+    "Return a copy of a translator that does not warn about texts; it shares the model."
+    silent = copy.copy(translator)
+    silent.new_report = lambda what, strict=False: SilentReport(translator.model.config.max_len - 1, what, strict)
+    return silent
+
+def n_batches(translator: Translator) -> int:
+    "Return how many batches to translate at a time: one for each worker of CTranslate2; one with PyTorch."
+    return getattr(translator.engine, 'n_workers', 1)
 
 def too_long(translator: Translator, texts: list[str]) -> dict[int, BadRequest]:
     "Return the indices of sentences that the model would truncate, each with an error (413)."
@@ -75,23 +84,23 @@ def too_long(translator: Translator, texts: list[str]) -> dict[int, BadRequest]:
             for i, row in enumerate(rows) if len(row) > limit}
 
 def make_batchers(translator: Translator, config: ServerConfig) -> tuple[Batcher, Batcher]:
-    "Return the batchers for translations and for attention weights; the model runs one batch at a time."
+    "Return the batchers for translations and for attention weights. They share a thread for each batch at a time."
+    translator = without_warnings(translator)
+
     def find_attention(texts, n_best):
         errors = too_long(translator, texts)
-        with without_warnings():
-            return [errors[i] if i in errors else [attention_response(translator, text)]
-                    for i, text in enumerate(texts)]
+        return [errors[i] if i in errors else [attention_response(translator, text)]
+                for i, text in enumerate(texts)]
 
     def find_translations(texts, n_best):
         errors = too_long(translator, texts)
         kept = ['' if i in errors else text for i, text in enumerate(texts)]
-        with without_warnings():
-            found = translator.translate_n_best(kept, n_best)
+        found = translator.translate_n_best(kept, n_best)
         return [errors.get(i, translations) for i, translations in enumerate(found)]
 
-    thread = ThreadPoolExecutor(1)
+    threads = ThreadPoolExecutor(n_batches(translator))
     one_by_one = replace(config, max_batch=1, max_wait=0.0, max_sentences=1, max_waiting=config.max_attention)
-    return Batcher(find_translations, config, thread), Batcher(find_attention, one_by_one, thread)
+    return Batcher(find_translations, config, threads), Batcher(find_attention, one_by_one, threads)
 
 async def handle(
     request,           # a Starlette request
@@ -159,7 +168,8 @@ def create_app(translator: Translator, config: ServerConfig = ServerConfig()):
 
     @contextlib.asynccontextmanager
     async def lifespan(app) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(batcher.run()) for batcher in (translations, attention_maps)]
+        runs = [translations.run() for _ in range(n_batches(translator))] # they share one queue
+        tasks = [asyncio.create_task(run) for run in (*runs, attention_maps.run())]
         yield
         for task in tasks:
             task.cancel()

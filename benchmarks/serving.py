@@ -41,6 +41,7 @@ from annotated_transformer.checkpoints import build_model
 from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.files import atomic_write, checksum, read_json
 from annotated_transformer.recipe import default_run
+from annotated_transformer.server import n_batches
 from annotated_transformer.serving import ServerConfig
 from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.translator import SHIPPED, Translator
@@ -76,6 +77,10 @@ class Server:
         "Processor time so far."
         times = self.ps.cpu_times()
         return times.user + times.system
+
+    def event_loop_seconds(self) -> float:
+        "Processor time of the main thread, which runs the event loop. The other threads tokenize and run the model."
+        return sum(thread.user_time + thread.system_time for thread in self.ps.threads() if thread.id == self.process.pid)
 
     def megabytes(self) -> float:
         return round(self.ps.memory_info().rss / 1e6, 1)
@@ -210,25 +215,29 @@ def throughput(model, sentences: list[str], rounds: int, patience: float | None 
     before = os.getloadavg()
     translator = Translator.load(model, 'cpu', engine='auto')
     offline(translator, sentences[:64], patience)
-    found = {'offline': [], 'served': [], 'ratio': [], 'processor_ratio': [], 'median_ms': [], 'p95_ms': []}
+    found = {'offline': [], 'served': [], 'ratio': [], 'processor_ratio': [], 'median_ms': [], 'p95_ms': [],
+             'offline_processor_ms': [], 'server_processor_ms': [], 'event_loop_processor_ms': []}
     n_same = 0
     n_resends = 0
     with running(model, options) as (server, _):
         asyncio.run(send_all(server.port, [(sentence, None) for sentence in sentences[:64]], lambda n: None))
         for _ in range(rounds):
             expected, seconds, cpu = offline(translator, sentences, patience)
+            loop_start = server.event_loop_seconds()
             start, server_start = time.perf_counter(), server.seconds()
             results, resends = asyncio.run(send_all(server.port, [(text, None) for text in sentences], lambda n: None))
             n_resends += resends
             served = (time.perf_counter() - start) / len(sentences)
             served_cpu = (server.seconds() - server_start) / len(sentences)
+            loop_cpu = (server.event_loop_seconds() - loop_start) / len(sentences)
             latencies = quantiles([1000 * latency for latency, _ in results], n=20)
             n_same = sum(result == (200, text) for (_, result), text in zip(results, expected))
             for name, value in zip(found, (1 / seconds, 1 / served, seconds / served, cpu / served_cpu,
-                                           latencies[9], latencies[18])):
+                                           latencies[9], latencies[18], 1000 * cpu, 1000 * served_cpu, 1000 * loop_cpu)):
                 found[name].append(value)
             print({name: round(values[-1], 2) for name, values in found.items()}, flush=True)
-    return {'engine': translator.engine.name, 'threads': torch.get_num_threads(), 'sentences': len(sentences),
+    return {'engine': translator.engine.name, 'threads': torch.get_num_threads(), 'batches_at_a_time': n_batches(translator),
+            'sentences': len(sentences),
             'rounds': rounds, 'same': n_same, 'resends': n_resends,
             'mean_words': round(sum(len(text.split()) for text in sentences) / len(sentences), 1),
             'load': [round(before[0], 1), round(os.getloadavg()[0], 1)],

@@ -188,6 +188,36 @@ def test_attention_has_a_queue_with_a_limit(monkeypatch):
     assert 'translation' in calls[:4], calls # not after all that wait for attention
 
 
+def test_ctranslate2_translates_one_batch_for_each_worker_at_a_time(monkeypatch):
+    "Each of two batches waits in the model for the other one."
+    pytest.importorskip('ctranslate2')
+    translator = Translator.load(device='cpu', engine='ctranslate2')
+    monkeypatch.setattr(translator.engine, 'n_workers', 2)
+    both = threading.Barrier(2)
+
+    def wait_for_the_other(texts, n_best):
+        both.wait(20) # an error, so status 500, if there is no second batch
+        return echo(texts, n_best)
+
+    monkeypatch.setattr(translator, 'translate_n_best', wait_for_the_other)
+    with limited(translator, max_batch=1) as client, ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda text: client.post('/translate', json={'q': text}).json(), 'ab'))
+    assert answers == [{'translatedText': 'A'}, {'translatedText': 'B'}]
+
+
+def test_ctranslate2_with_two_batches_at_a_time_gives_each_client_its_own_translation(monkeypatch, recwarn):
+    pytest.importorskip('ctranslate2')
+    translator = Translator.load(device='cpu', engine='ctranslate2')
+    nouns = ['dog', 'cat', 'man', 'woman', 'bird', 'horse', '\N{SNOWMAN}']
+    texts = [f'The {noun} sleeps.' for noun in nouns] * 8
+    silent = server.without_warnings(translator)
+    expected = [{'translatedText': found[0].text} for found in silent.translate_n_best(texts, 1)]
+    monkeypatch.setattr(translator.engine, 'n_workers', 2)
+    with limited(translator, max_batch=4) as client, ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda text: client.post('/translate', json={'q': text}).json(), texts)) == expected
+    assert not [warning for warning in recwarn if 'unknown' in str(warning.message)]
+
+
 def test_one_timeout_for_reading_and_translating():
     class SlowRequest:
         headers = {}
