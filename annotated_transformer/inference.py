@@ -3,9 +3,9 @@
 """Inference: decode fast: cache keys and values, translate whole batches, and get the same tokens as the reference
 search."""
 
-__all__ = ['MAX_BEAM_SIZE', 'KeyValueCache', 'project_source', 'DecoderState', 'decoder_state', 'check_config', 'DecodingConfig',
-           'BeamState', 'rows_to_keep', 'search', 'beam_search', 'greedy', 'sample', 'process_logits', 'forbid_repeats',
-           'limits_and_prefixes']
+__all__ = ['MAX_BEAM_SIZE', 'KeyValueCache', 'project_source', 'empty_cache', 'rotate_newest', 'DecoderState', 'decoder_state',
+           'check_config', 'DecodingConfig', 'FinishedHypotheses', 'BeamState', 'rows_to_keep', 'search', 'beam_search',
+           'greedy', 'sample', 'process_logits', 'forbid_repeats', 'limits_and_prefixes']
 
 import math
 from collections.abc import Callable, Sequence
@@ -74,6 +74,20 @@ def project_source(
         projected.append((keys.contiguous(), values.contiguous()))
     return projected
 
+def empty_cache(model: nn.Module, encoder_output: Float[Tensor, "s n d_model"]) -> KeyValueCache:
+    "Return a cache for one hypothesis of each sentence. All heads of a model have the same size."
+    attentions = [layer.self_attention for layer in model.decoder.layers]
+    n_heads = [mha.n_heads for mha in attentions]
+    d_k = max(mha.k_proj.out_features // max(mha.n_heads, 1) for mha in attentions) # 0 in a layer without heads
+    d_v = max(mha.v_proj.out_features // max(mha.n_heads, 1) for mha in attentions)
+    return KeyValueCache(len(encoder_output), n_heads, d_k, d_v, like=encoder_output)
+
+def rotate_newest(attention_fn, query, key, position):
+    "Rotate query and key if positions are rotary; return them, and the attention to use with rotated ones."
+    if not hasattr(attention_fn, 'rotate'):
+        return query, key, attention_fn
+    return attention_fn.rotate(query, position), attention_fn.rotate(key, position), attention_fn.attention_fn
+
 class DecoderState:
     """What the decoder remembers between steps: projected sources and the key/value cache.
 
@@ -88,18 +102,12 @@ class DecoderState:
         self.positions = model.tgt_positions(zeros)[0] # pass zeros through it to get the position vectors alone
         encoder_output = model.encode(src)
         self.cross = project_source(model, encoder_output)
-        attentions = [layer.self_attention for layer in model.decoder.layers]
-        n_heads = [mha.n_heads for mha in attentions] # 0 if all heads of a layer were pruned
-        unpruned = [mha for mha in attentions if mha.n_heads > 0] # all heads have the same size
-        d_k = unpruned[0].k_proj.out_features // unpruned[0].n_heads if unpruned else 0
-        d_v = unpruned[0].v_proj.out_features // unpruned[0].n_heads if unpruned else 0
-        self.cache = KeyValueCache(len(src), n_heads, d_k, d_v, like=encoder_output)
+        self.cache = empty_cache(model, encoder_output)
 
     def logits(self, tokens: Int[Tensor, "s k"]) -> Float[Tensor, "s k vocab_size"]:
         "Return the logits of the next token, given each hypothesis's last token: the decoder runs for one position."
         model = self.model
-        position = self.positions[self.cache.length]
-        x = model.tgt_embed(tokens) * math.sqrt(model.config.d_model) + position
+        x = model.tgt_embed(tokens) * math.sqrt(model.config.d_model) + self.positions[self.cache.length]
         self.cache.add_position()
         for i, layer in enumerate(model.decoder.layers):
             x = layer.residual1(x, lambda y: self.self_attention(i, layer.self_attention, y))
@@ -110,19 +118,15 @@ class DecoderState:
     def self_attention(self, i, mha, x):
         "One query for each hypothesis; the keys and values of earlier positions are cached."
         s, k, _ = x.shape
-        if mha.n_heads == 0: # all heads were pruned
-            return mha.out_proj(x.new_empty(s, k, 0))
+        if mha.n_heads == 0:
+            return mha.out_proj.bias.expand_as(x) # all heads of this layer were pruned
         x = x.view(s * k, 1, -1)
         query = mha.split_heads(mha.q_proj(x)) # (s * k, heads, 1, d_k)
         key = mha.split_heads(mha.k_proj(x))
         value = mha.split_heads(mha.v_proj(x))
-        attention_fn = mha.attention_fn
-        if hasattr(attention_fn, 'rotate'): # rotary positions: cache keys that are rotated already
-            query = attention_fn.rotate(query, self.cache.length - 1)
-            key = attention_fn.rotate(key, self.cache.length - 1)
-            attention_fn = attention_fn.attention_fn # the same without rotation
+        query, key, attention_fn = rotate_newest(mha.attention_fn, query, key, self.cache.length - 1)
         keys, values = self.cache.update(i, key, value)     # (s * k, heads, t, features)
-        output, _ = attention_fn(query, keys, values, None) # a query at the last position, as ALiBi expects
+        output, _ = attention_fn(query, keys, values, None) # no mask: no position is later than the query's
         return mha.out_proj(output.reshape(s, k, -1))
 
     def cross_attention(self, i, mha, x):
@@ -132,28 +136,26 @@ class DecoderState:
         output, _ = mha.attention_fn(query, keys, values, self.src_mask)
         return mha.out_proj(mha.merge_heads(output))
 
+    def entries(self, rows, hypotheses):
+        "Places in the cache: hypothesis i of row r is entry k * r + i."
+        return (self.n_hypotheses * rows[:, None] + hypotheses).flatten()
+
     def reorder(self, parents: Int[Tensor, "s j"]) -> None:
         "Each row continues with j hypotheses; each is a copy of one of its k."
-        k = self.n_hypotheses
+        if self.n_hypotheses > 1 or parents.size(1) > 1: # otherwise, every hypothesis is its own parent
+            rows = torch.arange(len(parents), device=parents.device)
+            self.cache.reorder(self.entries(rows, parents))
         self.n_hypotheses = parents.size(1)
-        if k == 1 and self.n_hypotheses == 1:
-            return # greedy search: every hypothesis is its own parent
-        rows = torch.arange(len(parents), device=parents.device)
-        self.cache.reorder((k * rows[:, None] + parents).flatten())
 
     def select_rows(self, rows: Int[Tensor, "r"]) -> None:
         "Keep these rows only."
-        k = self.n_hypotheses
-        hypotheses = torch.arange(k, device=rows.device)
-        self.cache.reorder((k * rows[:, None] + hypotheses).flatten())
+        self.cache.reorder(self.entries(rows, torch.arange(self.n_hypotheses, device=rows.device)))
         self.cross = [(keys[rows], values[rows]) for keys, values in self.cross]
         self.src_mask = self.src_mask[rows]
 
 def decoder_state(model, src):
     "The state of a search. Models of other architectures have their own method `decoder_state`."
-    if hasattr(model, 'decoder_state'):
-        return model.decoder_state(src)
-    return DecoderState(model, src)
+    return model.decoder_state(src) if hasattr(model, 'decoder_state') else DecoderState(model, src)
 
 MAX_BEAM_SIZE = 1000
 def check_config(config) -> None:
@@ -178,7 +180,7 @@ def check_config(config) -> None:
 class DecodingConfig:
     """How to search for translations: by default, as in the paper's section 6.1. Raises ValueError if out of range.
 
-    :param beam_size: hypotheses kept for each sentence; 1 is greedy search
+    :param beam_size: hypotheses kept for each sentence; 1 is greedy search, without patience
     :param length_penalty: 0: none; 1: nearly proportional to the length
     :param length_penalty_offset: 5 in Wu et al. (2016); 0 in Marian and transformers
     :param max_extra_tokens: a translation has at most this many tokens more than its source
@@ -199,18 +201,59 @@ class DecodingConfig:
     def __post_init__(self):
         check_config(self)
 
+class FinishedHypotheses:
+    "The finished hypotheses of one sentence, and whether its search is over."
+    def __init__(self, limit: int, config: DecodingConfig):
+        self.limit = limit  # maximum length
+        self.config = config
+        self.best = []      # at most `n_best`, best first; truncated ones last
+        self.n_finished = 0 # including those not kept
+        self.done = False   # whether the search is over
+
+    def hypothesis(self, ids: list[int], log_prob: float, length: int) -> Hypothesis:
+        penalty = (self.config.length_penalty, self.config.length_penalty_offset)
+        return Hypothesis(ids, log_prob, normalized_score(log_prob, length, *penalty))
+
+    def add(self, ids: list[int], log_prob: float) -> None:
+        "Keep a finished hypothesis if it is among the `n_best`."
+        if self.done or log_prob == -math.inf:
+            return
+        self.n_finished += 1
+        self.best.append(self.hypothesis(ids, log_prob, len(ids) + 1)) # with EOS
+        self.best.sort(key=lambda hypothesis: -hypothesis.normalized_score)
+        self.best = self.best[:self.config.n_best]
+
+    def may_stop(self, best_log_prob: float) -> bool:
+        "Whether enough hypotheses have finished, or no active one, such as the best, can win."
+        config = self.config
+        if len(self.best) < config.n_best:
+            return False
+        if config.patience is not None:
+            is_enough = self.n_finished >= round(config.patience * config.beam_size)
+        else:
+            is_enough = config.beam_size == 1
+        bound = self.hypothesis([], best_log_prob, self.limit).normalized_score
+        return is_enough or self.best[-1].normalized_score >= bound
+
+    def end_truncated(self, ids: Int[Tensor, "k length"], log_probs: Float[Tensor, "k"]) -> None:
+        "End the search; active hypotheses fill up the list. No effect if it is over already."
+        for row, log_prob in zip(ids.tolist(), log_probs.tolist()):
+            if not self.done and len(self.best) < self.config.n_best and log_prob > -math.inf:
+                self.best.append(self.hypothesis(row, log_prob, len(row)))
+        self.done = True
+
 class BeamState:
     "The hypotheses of a search: active ones as tensors, finished ones in lists."
     def __init__(self, limits: Int[Tensor, "s"], config: DecodingConfig):
-        n = len(limits)
-        self.config = config
-        self.finished = [[] for _ in range(n)]  # of each sentence, best first; truncated ones last
-        self.n_finished = [0] * n               # of each sentence, including those not kept
-        self.sentence = list(range(n))          # index of each row's sentence in the whole batch
-        self.limits = limits.tolist()           # maximum length of each row
-        self.done = [False] * n                 # rows whose search is over
-        self.ids = limits.new_zeros(n, 1, 0)    # active hypotheses: (s, k, length)
-        self.log_prob = torch.zeros(n, 1, device=limits.device) # (s, k), best first; -inf: none
+        self.beam_size = config.beam_size
+        self.finished = [FinishedHypotheses(limit, config) for limit in limits.tolist()] # of each row
+        self.ids = limits.new_zeros(len(limits), 1, 0) # active hypotheses: (s, k, length)
+        self.log_prob = torch.zeros(len(limits), 1, device=limits.device) # (s, k), best first; -inf: empty place
+
+    @property
+    def done(self) -> list[bool]:
+        "Whether the search of each row is over."
+        return [finished.done for finished in self.finished]
 
     def advance(
         self, log_prob: Float[Tensor, "s c"], parent: Int[Tensor, "s c"], token: Int[Tensor, "s c"],
@@ -222,78 +265,35 @@ class BeamState:
         :param token: and its new token
         :return: the parent of each new active hypothesis
         """
-        beam_size = self.config.beam_size
         for row, best in enumerate(log_prob[:, 0].tolist()):
             if best == -math.inf: # the constraints forbid every token, or the row is done already
-                self.end_truncated(row)
+                self.finished[row].end_truncated(self.ids[row], self.log_prob[row])
         is_eos = token == EOS
-        for row, rank in is_eos[:, :beam_size].nonzero().tolist(): # EOS at a lower rank is dropped
+        for row, rank in is_eos[:, :self.beam_size].nonzero().tolist(): # EOS at a lower rank is dropped
             ids = self.ids[row, parent[row, rank]].tolist()
-            self.add_finished(row, ids, log_prob[row, rank].item())
+            self.finished[row].add(ids, log_prob[row, rank].item())
         active = log_prob.masked_fill(is_eos, -math.inf)
-        self.log_prob, order = active.topk(min(beam_size, active.size(1)))
-        parent = parent.gather(1, order)
-        token = token.gather(1, order)
+        self.log_prob, ranks = active.topk(min(self.beam_size, active.size(1)))
+        parent = parent.gather(1, ranks)
         history = self.ids.gather(1, parent[..., None].expand(-1, -1, self.ids.size(-1))) # the parents' tokens
-        self.ids = torch.cat([history, token[..., None]], dim=-1)
+        self.ids = torch.cat([history, token.gather(1, ranks)[..., None]], dim=-1)
         self.update_done()
         return parent
 
-    def add_finished(self, row: int, ids: list[int], log_prob: float) -> None:
-        "Keep a finished hypothesis if it is among the `n_best` of its sentence."
-        if self.done[row] or log_prob == -math.inf:
-            return
-        sentence = self.sentence[row]
-        finished = [*self.finished[sentence], self.hypothesis(ids, log_prob, len(ids) + 1)]
-        finished.sort(key=lambda hypothesis: -hypothesis.normalized_score)
-        self.finished[sentence] = finished[:self.config.n_best]
-        self.n_finished[sentence] += 1
-
-    def hypothesis(self, ids: list[int], log_prob: float, length: int) -> Hypothesis:
-        penalty = (self.config.length_penalty, self.config.length_penalty_offset)
-        return Hypothesis(ids, log_prob, normalized_score(log_prob, length, *penalty))
-
     def update_done(self) -> None:
-        "End the search of rows at their maximum length, or whose result is certain."
-        length = self.ids.size(-1)
+        "End the search of rows at their maximum length, or where no active hypothesis is left or can win."
         for row, best in enumerate(self.log_prob[:, 0].tolist()):
-            if length == self.limits[row]:
-                self.end_truncated(row)
-            elif best == -math.inf or self.is_certain(row, best):
-                self.done[row] = True
-
-    def end_truncated(self, row: int) -> None:
-        "End the search of a row; fill up its results with active hypotheses. No effect if it is done."
-        finished = self.finished[self.sentence[row]]
-        for ids, log_prob in zip(self.ids[row].tolist(), self.log_prob[row].tolist()):
-            is_wanted = len(finished) < self.config.n_best and not self.done[row]
-            if is_wanted and log_prob > -math.inf:
-                finished.append(self.hypothesis(ids, log_prob, len(ids)))
-        self.done[row] = True
-
-    def is_certain(self, row: int, best_log_prob: float) -> bool:
-        "Whether enough hypotheses have finished, or no active one can still win."
-        config = self.config
-        sentence = self.sentence[row]
-        enough = math.inf # number of finished hypotheses that ends the search
-        if config.patience is not None:
-            enough = round(config.patience * config.beam_size)
-        elif config.beam_size == 1:
-            enough = 1
-        if self.n_finished[sentence] >= max(enough, config.n_best):
-            return True
-        if len(self.finished[sentence]) < config.n_best:
-            return False
-        bound = self.hypothesis([], best_log_prob, self.limits[row]).normalized_score
-        return self.finished[sentence][-1].normalized_score >= bound
+            finished = self.finished[row]
+            if self.ids.size(-1) == finished.limit:
+                finished.end_truncated(self.ids[row], self.log_prob[row])
+            elif best == -math.inf or finished.may_stop(best):
+                finished.done = True
 
     def select_rows(self, rows: list[int]) -> None:
         "Keep these rows only."
         self.ids = self.ids[rows]
         self.log_prob = self.log_prob[rows]
-        self.sentence = [self.sentence[row] for row in rows]
-        self.limits = [self.limits[row] for row in rows]
-        self.done = [False] * len(rows)
+        self.finished = [self.finished[row] for row in rows]
 
 def rows_to_keep(done: Sequence[bool]) -> list[int] | None:
     "Return the rows still in progress once at least an eighth are done. None: keep all rows."
@@ -308,12 +308,13 @@ def search(
     "Decode a batch: compute the next token's log-probabilities, `choose` candidates from them, reorder the cache."
     limits, forced = limits_and_prefixes(model, src, config, prefix)
     beam = BeamState(limits, config)
+    finished = beam.finished # of all sentences; later, `beam` has fewer rows
     tokens = src.new_full((len(src), 1), BOS)
     with suitable_threads(model, len(src) * config.beam_size):
         state = decoder_state(model, src)
         while not all(beam.done):
             length = beam.ids.size(-1)
-            next_forced = forced[beam.sentence, length] if length < forced.size(1) else None
+            next_forced = forced[:, length] if length < forced.size(1) else None
             log_probs = process_logits(state.logits(tokens), beam.ids, config, next_forced)
             log_prob, parent, token = choose(beam.log_prob, log_probs)
             state.reorder(beam.advance(log_prob, parent, token))
@@ -321,8 +322,9 @@ def search(
             if rows is not None:
                 beam.select_rows(rows)
                 state.select_rows(torch.tensor(rows, device=src.device))
+                forced = forced[rows]
             tokens = beam.ids[..., -1]
-    return beam.finished
+    return [each.best for each in finished]
 
 @torch.inference_mode()
 def beam_search(
@@ -340,8 +342,8 @@ def beam_search(
     config = replace(config, **changes)
     is_greedy = config.beam_size == 1 and config.patience is None
 
-    def choose(log_prob, log_probs):
-        totals = (log_prob[..., None] + log_probs).flatten(1) # (s, k * vocab_size)
+    def choose(so_far, log_probs):
+        totals = (so_far[..., None] + log_probs).flatten(1) # (s, k * vocab_size)
         if is_greedy: # the first EOS ends the search: no second candidate is needed
             best, index = totals.max(1, keepdim=True)
         else:
@@ -384,10 +386,10 @@ def sample(
     :param prefix: ids that each translation begins with
     :return: one for each sentence; their log-probabilities are the model's own
     """
-    def draw(log_prob, log_probs):
+    def draw(so_far, log_probs):
         probs = sampling_distribution(log_probs[:, 0], temperature, top_k, top_p)
         token = torch.multinomial(probs, 1, generator=generator) # (s, 1)
-        return log_prob + log_probs[:, 0].gather(1, token), torch.zeros_like(token), token
+        return so_far + log_probs[:, 0].gather(1, token), torch.zeros_like(token), token
     config = DecodingConfig(beam_size=1, length_penalty=0.0, max_extra_tokens=max_extra_tokens)
     return [found[0] for found in search(model, src, config, prefix, draw)]
 
@@ -405,8 +407,7 @@ def process_logits(
     logits[..., :EOS] = -math.inf # PAD and BOS, which have lower ids
     log_probs = logits.float().log_softmax(-1)
     if math.isnan(log_probs[..., EOS].sum()): # one NaN logit makes all log-probabilities NaN
-        raise FloatingPointError("the model's logits are NaN or infinite: its weights are damaged, "
-                                 'or too large for their precision')
+        raise FloatingPointError('logits are NaN or infinite: weights are damaged, or too large for their precision')
     length = ids.size(-1)
     if length < config.min_length:
         log_probs[..., EOS] = -math.inf
@@ -423,13 +424,13 @@ def forbid_repeats(log_probs, ids, n):
     grams = ids.unfold(-1, n, 1)             # (s, k, positions, n)
     last = ids[..., ids.size(-1) - n + 1:]   # the n - 1 tokens before the next one
     repeats = (grams[..., :-1] == last[..., None, :]).all(-1) # (s, k, positions): n-grams that begin with `last`
-    for s, k, i in repeats.nonzero().tolist():
-        log_probs[s, k, grams[s, k, i, -1]] = -math.inf
+    for row, hypothesis, i in repeats.nonzero().tolist():
+        log_probs[row, hypothesis, grams[row, hypothesis, i, -1]] = -math.inf
 
 def limits_and_prefixes(
     model: nn.Module, src: Int[Tensor, "s n"], config: DecodingConfig, prefix: Sequence[Sequence[int]] | None,
 ) -> tuple[Int[Tensor, "s"], Int[Tensor, "s m"]]:
-    """Return maximum lengths and prefixes as tensors. Raises ValueError for an impossible prefix.
+    """Return maximum lengths and prefixes as tensors. Raises ValueError for a wrong prefix.
 
     :param prefix: ids that each translation begins with
     :return: maximum lengths; prefix ids, then -1
@@ -438,7 +439,6 @@ def limits_and_prefixes(
     prefix = [()] * len(src) if prefix is None else prefix
     if len(prefix) != len(src):
         raise ValueError(f'{len(prefix)} prefixes for {len(src)} sentences: give one for each, empty if it has none')
-    n_prefix = torch.tensor([len(ids) for ids in prefix], device=src.device)
     forced = torch.full((len(src), max(map(len, prefix), default=0)), -1, device=src.device)
     for row, ids in zip(forced, prefix):
         if len(ids) >= max_len:
@@ -447,4 +447,4 @@ def limits_and_prefixes(
             raise ValueError(f'prefix {list(ids)} must hold ids of the vocabulary other than PAD, BOS and EOS')
         row[:len(ids)] = torch.tensor(ids, dtype=torch.long, device=src.device)
     limits = ((src != PAD).sum(1) + config.max_extra_tokens).clamp(max=max_len)
-    return torch.maximum(limits, n_prefix + 1), forced
+    return torch.maximum(limits, (forced >= 0).sum(1) + 1), forced

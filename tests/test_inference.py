@@ -6,7 +6,7 @@ import torch
 
 from annotated_transformer import decoding
 from annotated_transformer.inference import (
-    DecoderState, DecodingConfig, KeyValueCache, beam_search, greedy, process_logits, sample)
+    DecoderState, DecodingConfig, FinishedHypotheses, KeyValueCache, beam_search, greedy, process_logits, sample)
 from annotated_transformer.recurrent import Recurrent, RecurrentConfig
 from annotated_transformer.relative_positions import RelativeConfig, RelativeTransformer
 from annotated_transformer.transformer import Transformer, TransformerConfig
@@ -203,6 +203,59 @@ def test_cache_returns_what_was_stored():
             key, value = cache.update(layer, keys[:, heads, i:i + 1], values[:, heads, i:i + 1])
             assert torch.equal(key, keys[:, heads, :i + 1])
             assert torch.equal(value, values[:, heads, :i + 1])
+
+
+def finished_after(log_probs, **settings):
+    "Finished hypotheses of one token each."
+    finished = FinishedHypotheses(20, DecodingConfig(**settings))
+    for i, log_prob in enumerate(log_probs):
+        finished.add([7 + i], log_prob)
+    return finished
+
+
+def test_search_may_stop_when_no_active_hypothesis_can_win():
+    "With 20 tokens, a log-probability of -3 gives a normalized score of -1.27 at most."
+    score = -3 * (7 / 6) ** 0.6 / (25 / 6) ** 0.6 # log-probability of two tokens, EOS included, with this score
+    assert not finished_after([]).may_stop(-3.0)
+    assert finished_after([score + 0.01]).may_stop(-3.0)
+    assert not finished_after([score - 0.01]).may_stop(-3.0)
+    assert not finished_after([score + 0.01], n_best=2).may_stop(-3.0)
+    assert not finished_after([score + 0.01, score - 0.01], n_best=2).may_stop(-3.0) # the worst one counts
+    assert finished_after([score + 0.01, score + 0.02], n_best=2).may_stop(-3.0)
+
+
+def test_search_may_stop_after_enough_finished_hypotheses():
+    assert finished_after([-9.0], beam_size=1).may_stop(-0.1) # greedy search
+    assert not finished_after([-9.0], beam_size=4, patience=0.5).may_stop(-0.1)
+    assert finished_after([-9.0, -8.0], beam_size=4, patience=0.5).may_stop(-0.1)
+    assert not finished_after([-9.0] * 4, beam_size=4).may_stop(-0.1)
+    assert not finished_after([-9.0, -8.0], beam_size=4, patience=0.5, n_best=3).may_stop(-0.1)
+
+
+def test_truncated_hypotheses_follow_the_finished_ones():
+    finished = finished_after([-9.0, -math.inf], n_best=3)
+    active = torch.tensor([[5, 6], [5, 7], [5, 8]])
+    finished.end_truncated(active, torch.tensor([-1.0, -math.inf, -2.0]))
+    assert [hypothesis.ids for hypothesis in finished.best] == [[7], [5, 6], [5, 8]] and finished.done
+    finished.add([9], -0.1) # too late
+    finished.end_truncated(active, torch.tensor([-1.0, -1.0, -1.0]))
+    assert len(finished.best) == 3
+
+
+def test_patient_search_finishes_more_hypotheses(model, src):
+    "A search that stops at its first finished hypothesis never has a better one."
+    settings = {'max_extra_tokens': 9, 'beam_size': 3}
+    found = [beam_search(model, src, **settings, patience=patience) for patience in (0.3, None)]
+    scores = [[hypotheses[0].normalized_score for hypotheses in each] for each in found]
+    n_finished = [[len(hypotheses[0].ids) < length + 9 for hypotheses, length in zip(each, (src != PAD).sum(1).tolist())]
+                  for each in found]
+    assert all(hasty <= best + 1e-5 for hasty, best, *finished in zip(*scores, *n_finished) if all(finished))
+
+
+def test_prefix_that_breaks_a_constraint_ends_the_translation():
+    model = make_model('post-norm')
+    found = greedy(model, torch.tensor([[5, 6, EOS]]), prefix=[[7, 8, 7, 8, 9]], no_repeat_ngram_size=2)
+    assert found[0].ids == [7, 8, 7]
 
 
 def test_translation_ends_where_the_constraints_forbid_every_token():

@@ -921,6 +921,8 @@ def test_record_on_minimum_risk_has_the_scores_of_its_translations():
         tested = scores['paired_test']
         assert tested['difference'] == pytest.approx(scores['bleu'] - beam['bleu'], abs=0.011)
         assert tested['chrf']['difference'] == pytest.approx(scores['chrf'] - beam['chrf'], abs=0.011)
+    by_chrf, by_bleu = (found['test'][utility]['paired_test'] for utility in ('chrF', 'BLEU')) # as page 46 says
+    assert by_chrf['chrf']['low'] > 0 and by_chrf['low'] < 0 < by_chrf['high'] and by_bleu['low'] < 0 < by_bleu['high']
 
 
 def test_paired_comparison_of_settings():
