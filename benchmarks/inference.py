@@ -4,6 +4,10 @@
     python benchmarks/inference.py
 
 writes results/inference.json, which the page about inference shows. Run it on a machine that does nothing else.
+
+    python benchmarks/inference.py --part equality --model runs/mine --data-dir DIR
+
+compares the searches only, for one more model, trained on Multi30k (in DIR), and keeps the measurements of the record.
 """
 import argparse
 import json
@@ -22,6 +26,7 @@ from record import about
 from annotated_transformer import decoding, inference
 from annotated_transformer.attention import MultiHeadAttention, attention, causal_mask
 from annotated_transformer.batches import pad_rows
+from annotated_transformer.corpora import CorpusConfig, load_corpus
 from annotated_transformer.files import atomic_write
 from annotated_transformer.kernels import accelerate
 from annotated_transformer.large_corpora import available_cores
@@ -220,6 +225,9 @@ def main():
     parser = argparse.ArgumentParser(description='Compare inference with the reference search.')
     parser.add_argument('--rounds', type=int, default=15)
     parser.add_argument('--sentences', type=int, default=1000, help='0: measure only, keep the comparison')
+    parser.add_argument('--part', choices=['all', 'equality'], default='all', help='equality: keep the measurements')
+    parser.add_argument('--model', type=Path, help='folder of a model trained on Multi30k, for the comparison')
+    parser.add_argument('--data-dir', help='folder of Multi30k: sentences of test_2016_flickr for --model')
     parser.add_argument('--out', type=Path, default=PATH, help='the record (default: benchmarks/results/inference.json)')
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -235,6 +243,18 @@ def main():
             Transformer(TransformerConfig(**small, norm='pre', positions='learned')).eval(), untrained),
         'untrained, rotary': (
             accelerate(RelativeTransformer(RelativeConfig(**small, positions='rotary')).eval()), untrained)}
+    if args.model:
+        captions = Translator.load(args.model, 'cpu')
+        corpus = CorpusConfig('multi30k', pair='-'.join(captions.tokenizer.langs), data_dir=args.data_dir)
+        texts = [src for src, _ in load_corpus(corpus)['test_2016_flickr'][:args.sentences]]
+        models['captions, trained'] = (captions.model, captions.encode(texts))
+    if args.part == 'equality':
+        record = json.loads(PATH.read_text())
+        found = {name: compare(*model_and_rows) for name, model_and_rows in models.items()}
+        command = about()['command'].replace(str(args.model), 'MODEL').replace(str(args.data_dir), 'DIR')
+        record |= {'equality': found, 'equality_run': {**about(), 'command': command}}
+        print(json.dumps(found, indent=1))
+        return atomic_write(args.out, json.dumps(record, indent=1) + '\n')
     with_all, without, reference = measure(translator.model, rows, args.rounds)
     threads = {'cores': available_cores(), 'alone': measure_threads(translator.model, rows, args.rounds)}
     with busy_core():
