@@ -28,10 +28,10 @@ class ServerConfig:
     :param api_key: if set, every POST request must send it
     :param max_batch: sentences to translate together
     :param max_wait: seconds to wait before each batch, unless max_batch sentences are waiting
-    :param max_waiting: sentences in the queue (a number, not a time); beyond that: 429
+    :param max_waiting: number of sentences in the queue; beyond that: 429
     :param max_sentences: sentences (lines) in one request; beyond that: 413
     :param max_bytes: bytes in one request; beyond that: 413
-    :param timeout: seconds for one request; beyond that: 408 if its body is incomplete, else 504
+    :param timeout: seconds for the headers, and again for body and translation; beyond that: 408 or 504
     :param max_attention: requests in the queue of /attention (for the web page); beyond that: 429
     :param log_requests: write a line of JSON to stderr for each POST request, without its text
     """
@@ -94,7 +94,7 @@ class SentenceQueue:
             self.queue.put_nowait(item)
         try:
             return await asyncio.gather(*(item.future for item in items))
-        finally: # after an error or a timeout of the caller, cancel the rest; results that are set stay set
+        finally: # after an error or a timeout of the caller, cancel the rest; no effect on futures that are done
             for item in items:
                 item.future.cancel()
 
@@ -102,7 +102,7 @@ class SentenceQueue:
         "Raise BadRequest (429) unless the queue has room for this many sentences."
         limit = self.config.max_waiting
         if self.queue.qsize() + n_sentences > limit:
-            self.drop_cancelled() # they do not count
+            self.drop_cancelled() # cancelled sentences do not count
         n_waiting = self.queue.qsize()
         if n_waiting + n_sentences > limit:
             raise BadRequest(429, f'the queue holds at most {limit} sentences, and {n_waiting} are waiting: '
@@ -133,7 +133,7 @@ class Batcher(SentenceQueue):
         "Wait for a sentence, then take those that are waiting."
         batch = [await self.queue.get()]
         if len(batch) + self.queue.qsize() < self.config.max_batch:
-            await asyncio.sleep(self.config.max_wait) # always the full time; 0 lets other tasks run once
+            await asyncio.sleep(self.config.max_wait) # even if the batch fills up meanwhile; 0: other tasks run once
         while len(batch) < self.config.max_batch and not self.queue.empty():
             batch.append(self.queue.get_nowait())
         return [item for item in batch if not item.future.done()] # without cancelled sentences
@@ -164,28 +164,28 @@ class Batcher(SentenceQueue):
             item.future.set_result(results[:item.n_best])
 
     async def run(self) -> None:
-        "Translate batch after batch, until cancelled."
+        "Translate batch after batch, until cancelled. Several `run` tasks can share the queue."
         while True:
             batch = await self.next_batch()
             if not batch:
-                await asyncio.sleep(0) # let other tasks run: `get` does not, while the queue holds sentences
+                await asyncio.sleep(0) # lets other tasks run: `get` does not, if the queue holds a sentence
                 continue
             try:
-                results = await self.translate_batch(batch)
+                results_of_batch = await self.translate_batch(batch)
             except Exception:
                 LOG.exception('a batch of %d sentences failed', len(batch))
                 for item in batch:
                     self.finish(item, await self.translate_alone(item))
                 continue
-            for item, found in zip(batch, results):
-                self.finish(item, found)
+            for item, results in zip(batch, results_of_batch):
+                self.finish(item, results)
 
 def parse_body(body: bytes, content_type: str) -> dict:
     "Return the fields of a JSON object or of a form-encoded body. Raises BadRequest (400) for anything else."
     kind = content_type.split(';')[0].strip().lower()
     try:
         if kind == 'application/x-www-form-urlencoded':
-            fields = urllib.parse.parse_qs( # blank fields count as missing
+            fields = urllib.parse.parse_qs( # drops blank fields; an empty body is a form without fields
                 body.decode(), strict_parsing=len(body) > 0, errors='strict')
             return {name: values[0] if len(values) == 1 else values for name, values in fields.items()}
         fields = json.loads(body)
@@ -245,7 +245,7 @@ def translate_response(request: TranslateRequest, results: list[list[Translation
     for n_lines in request.n_lines:
         per_line = [next(rest) for _ in range(n_lines)] # for each line, its translations, best first
         texts = []
-        for rank in range(max(len(options) for options in per_line)):
+        for rank in range(max(len(options) for options in per_line)): # alternative k of a text: those k of its lines
             lines = [options[min(rank, len(options) - 1)] for options in per_line] # a blank line has only one
             texts.append('\n'.join(translation.text for translation in lines))
         best.append(texts[0])

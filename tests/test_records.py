@@ -703,7 +703,7 @@ def test_page_about_serving_shows_the_default_search_if_the_record_has_it(tmp_pa
     cells = json.loads((root / 'nbs/32_serving.ipynb').read_text('utf-8'))['cells']
     source = next(text for text in (''.join(cell['source']) for cell in cells) if 'results/serving.json' in text)
     shown = []
-    exec(source, {'json': json, 'Markdown': str, 'display': shown.append})
+    exec(source, {'json': json, 'Markdown': str, 'display': shown.append, 'median': statistics.median})
     lines = shown[0].splitlines()
     assert all(line.count('|') == 5 for line in lines)
     smallest, middle, largest = [f'{rate:,.0f}' for rate in offline]
@@ -711,9 +711,26 @@ def test_page_about_serving_shows_the_default_search_if_the_record_has_it(tmp_pa
     printed = capsys.readouterr().out
     assert ('--beam-patience 1.0, --max-wait 0.25\n' if has_patience else '--beam-patience inf, ') in printed
     assert f"32 clients / {served[1]:.0f} per second" in printed
+    assert f"translates {record['recipe']['batches_at_a_time']} batches at a time" in printed
+    assert f"in the server: {record['recipe']['server_processor_ms'][1]:.1f} ms" in printed
     (tmp_path / 'benchmarks/results/serving.json').unlink() # as on Colab
-    exec(source, {'json': json, 'Markdown': str, 'display': shown.append})
+    exec(source, {'json': json, 'Markdown': str, 'display': shown.append, 'median': statistics.median})
     assert 'part of the repository' in capsys.readouterr().out
+
+
+def test_page_about_serving_quotes_its_record():
+    root = Path(__file__).parents[1]
+    part = json.loads((root / 'benchmarks/results/serving.json').read_text())['recipe_patience']
+    cells = json.loads((root / 'nbs/32_serving.ipynb').read_text('utf-8'))['cells']
+    sources = [''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown']
+    prose = ' '.join('\n'.join(sources).split())
+    rounds = part['by_round']
+    busy = statistics.median(rate * ms / 1000 / part['threads'] for rate, ms in zip(rounds['served'], rounds['server_processor_ms']))
+    assert f"reaches {part['ratio'][1]:.2f} of the offline rate, although it keeps the cores {busy:.0%} busy" in prose
+    in_server, in_loop, offline = [part[f'{name}_processor_ms'][1] for name in ('server', 'event_loop', 'offline')]
+    assert f'more CPU time, {in_server} ms instead of {offline}.' in prose
+    assert f'takes only {in_loop} ms' in prose
+    assert f"a full queue means a wait of {serving.ServerConfig().max_waiting / part['served'][1]:.0f} seconds" in prose
 
 
 def test_rules_find_each_kind_of_error():
