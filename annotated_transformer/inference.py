@@ -86,7 +86,8 @@ def rotate_newest(attention_fn, query, key, position):
     "Rotate query and key if positions are rotary; return them, and the attention to use with rotated ones."
     if not hasattr(attention_fn, 'rotate'):
         return query, key, attention_fn
-    return attention_fn.rotate(query, position), attention_fn.rotate(key, position), attention_fn.attention_fn
+    rotate = attention_fn.rotate
+    return rotate(query, position), rotate(key, position), attention_fn.attention_fn # it expects rotated ones
 
 class DecoderState:
     """What the decoder remembers between steps: projected sources and the key/value cache.
@@ -127,7 +128,7 @@ class DecoderState:
         query, key, attention_fn = rotate_newest(mha.attention_fn, query, key, self.cache.length - 1)
         keys, values = self.cache.update(i, key, value)     # (s * k, heads, t, features)
         output, _ = attention_fn(query, keys, values, None) # no mask: no position is later than the query's
-        return mha.out_proj(output.reshape(s, k, -1))
+        return mha.out_proj(output.reshape(s, k, -1))       # concatenates the heads, since there is one position
 
     def cross_attention(self, i, mha, x):
         "k queries for each sentence; keys and values were computed once."
@@ -180,11 +181,11 @@ def check_config(config) -> None:
 class DecodingConfig:
     """How to search for translations: by default, as in the paper's section 6.1. Raises ValueError if out of range.
 
-    :param beam_size: hypotheses kept for each sentence; 1 is greedy search, without patience
-    :param length_penalty: 0: none; 1: nearly proportional to the length
+    :param beam_size: hypotheses kept for each sentence; 1 is greedy search, unless `patience` is set
+    :param length_penalty: divide log-probabilities by this power of (offset + length) / (offset + 1); 0: none
     :param length_penalty_offset: 5 in Wu et al. (2016); 0 in Marian and transformers
     :param max_extra_tokens: a translation has at most this many tokens more than its source
-    :param min_length: and at least this many, EOS not counted
+    :param min_length: a translation has at least this many tokens, EOS not counted
     :param no_repeat_ngram_size: no run of this many tokens occurs twice; 0: no limit
     :param n_best: translations to return for each sentence, at most `beam_size`
     :param patience: stop after patience * beam_size finished ones; None: when no active one can win
@@ -224,7 +225,7 @@ class FinishedHypotheses:
         self.best = self.best[:self.config.n_best]
 
     def may_stop(self, best_log_prob: float) -> bool:
-        "Whether enough hypotheses have finished, or no active one, such as the best, can win."
+        "Whether enough hypotheses have finished, or not even the best active one can win."
         config = self.config
         if len(self.best) < config.n_best:
             return False
@@ -266,14 +267,14 @@ class BeamState:
         :return: the parent of each new active hypothesis
         """
         for row, best in enumerate(log_prob[:, 0].tolist()):
-            if best == -math.inf: # the constraints forbid every token, or the row is done already
-                self.finished[row].end_truncated(self.ids[row], self.log_prob[row])
+            if best == -math.inf: # no candidate: every token is forbidden, or no hypothesis was active
+                self.finished[row].end_truncated(self.ids[row], self.log_prob[row]) # those before this step
         is_eos = token == EOS
         for row, rank in is_eos[:, :self.beam_size].nonzero().tolist(): # EOS at a lower rank is dropped
             ids = self.ids[row, parent[row, rank]].tolist()
             self.finished[row].add(ids, log_prob[row, rank].item())
-        active = log_prob.masked_fill(is_eos, -math.inf)
-        self.log_prob, ranks = active.topk(min(self.beam_size, active.size(1)))
+        without_eos = log_prob.masked_fill(is_eos, -math.inf)
+        self.log_prob, ranks = without_eos.topk(min(self.beam_size, token.size(1))) # greedy search: 1 candidate
         parent = parent.gather(1, ranks)
         history = self.ids.gather(1, parent[..., None].expand(-1, -1, self.ids.size(-1))) # the parents' tokens
         self.ids = torch.cat([history, token.gather(1, ranks)[..., None]], dim=-1)
@@ -316,8 +317,8 @@ def search(
             length = beam.ids.size(-1)
             next_forced = forced[:, length] if length < forced.size(1) else None
             log_probs = process_logits(state.logits(tokens), beam.ids, config, next_forced)
-            log_prob, parent, token = choose(beam.log_prob, log_probs)
-            state.reorder(beam.advance(log_prob, parent, token))
+            best, parent, token = choose(beam.log_prob, log_probs)
+            state.reorder(beam.advance(best, parent, token))
             rows = rows_to_keep(beam.done)
             if rows is not None:
                 beam.select_rows(rows)
@@ -408,10 +409,9 @@ def process_logits(
     log_probs = logits.float().log_softmax(-1)
     if math.isnan(log_probs[..., EOS].sum()): # one NaN logit makes all log-probabilities NaN
         raise FloatingPointError('logits are NaN or infinite: weights are damaged, or too large for their precision')
-    length = ids.size(-1)
-    if length < config.min_length:
+    if ids.size(-1) < config.min_length:
         log_probs[..., EOS] = -math.inf
-    if 0 < config.no_repeat_ngram_size <= length:
+    if 0 < config.no_repeat_ngram_size <= ids.size(-1):
         forbid_repeats(log_probs, ids, config.no_repeat_ngram_size)
     if forced is not None:
         vocabulary = torch.arange(log_probs.size(-1), device=forced.device)
@@ -447,4 +447,4 @@ def limits_and_prefixes(
             raise ValueError(f'prefix {list(ids)} must hold ids of the vocabulary other than PAD, BOS and EOS')
         row[:len(ids)] = torch.tensor(ids, dtype=torch.long, device=src.device)
     limits = ((src != PAD).sum(1) + config.max_extra_tokens).clamp(max=max_len)
-    return torch.maximum(limits, (forced >= 0).sum(1) + 1), forced
+    return torch.maximum(limits, (forced >= 0).sum(1) + 1), forced # + 1: at least EOS can follow a prefix

@@ -344,7 +344,7 @@ class Translator(ScoringModel):
         :param length_penalty: 0: none; 1: nearly proportional to the length
         :param length_penalty_offset: 5 in Wu et al. (2016); 0 in Marian and transformers
         :param max_extra_tokens: a translation has at most this many tokens more than its source
-        :param min_length: and at least this many, EOS not counted
+        :param min_length: a translation has at least this many tokens, EOS not counted
         :param no_repeat_ngram_size: no run of this many tokens occurs twice; 0: no limit
         :param patience: stop at patience * beam_size finished; math.inf: when none can win
         :param batch_tokens: padded source tokens times beam size that are decoded at once
