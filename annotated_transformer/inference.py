@@ -120,7 +120,7 @@ class DecoderState:
         "One query for each hypothesis; the keys and values of earlier positions are cached."
         s, k, _ = x.shape
         if mha.n_heads == 0:
-            return mha.out_proj.bias.expand_as(x) # all heads of this layer were pruned
+            return mha.out_proj(x.new_empty(s, k, 0)) # all heads of this layer were pruned
         x = x.view(s * k, 1, -1)
         query = mha.split_heads(mha.q_proj(x)) # (s * k, heads, 1, d_k)
         key = mha.split_heads(mha.k_proj(x))

@@ -67,9 +67,11 @@ class SilentReport(InputReport):
         pass
 
 def without_warnings(translator: Translator) -> Translator:
-    "Return a copy of a translator that does not warn about texts; it shares the model."
+    "Return a copy of a translator that warns neither of texts nor of a fallback to PyTorch; it shares the model."
     silent = copy.copy(translator)
     silent.new_report = lambda what, strict=False: SilentReport(translator.model.config.max_len - 1, what, strict)
+    silent.engine = copy.copy(translator.engine)
+    silent.engine.warn_on_fallback = False
     return silent
 
 def n_batches(translator: Translator) -> int:

@@ -5,11 +5,14 @@ import pytest
 import torch
 
 from annotated_transformer import decoding
+from annotated_transformer.batches import pad_rows
 from annotated_transformer.inference import (
     DecoderState, DecodingConfig, FinishedHypotheses, KeyValueCache, beam_search, greedy, process_logits, sample)
 from annotated_transformer.recurrent import Recurrent, RecurrentConfig
 from annotated_transformer.relative_positions import RelativeConfig, RelativeTransformer
+from annotated_transformer.toy_languages import toy_ende
 from annotated_transformer.transformer import Transformer, TransformerConfig
+from annotated_transformer.translator import Translator
 from annotated_transformer.vocabulary import BOS, EOS, PAD
 
 SIZES = {'vocab_size': 23, 'n_layers': 2, 'd_model': 16, 'd_ff': 24, 'n_heads': 4, 'max_len': 40}
@@ -242,14 +245,14 @@ def test_truncated_hypotheses_follow_the_finished_ones():
     assert len(finished.best) == 3
 
 
-def test_patient_search_finishes_more_hypotheses(model, src):
-    "A search that stops at its first finished hypothesis never has a better one."
-    settings = {'max_extra_tokens': 9, 'beam_size': 3}
-    found = [beam_search(model, src, **settings, patience=patience) for patience in (0.3, None)]
-    scores = [[hypotheses[0].normalized_score for hypotheses in each] for each in found]
-    n_finished = [[len(hypotheses[0].ids) < length + 9 for hypotheses, length in zip(each, (src != PAD).sum(1).tolist())]
-                  for each in found]
-    assert all(hasty <= best + 1e-5 for hasty, best, *finished in zip(*scores, *n_finished) if all(finished))
+def test_search_that_stops_early_finds_no_better_hypothesis():
+    "One stops at its first finished hypothesis, the other when no active one can win."
+    translator = Translator.load(device='cpu')
+    src = pad_rows(translator.encode([pair.src for pair in toy_ende('test_long')[:30]]))
+    hasty, patient = [[hypotheses[0].normalized_score for hypotheses in beam_search(translator.model, src, patience=patience)]
+                      for patience in (0.25, None)]
+    assert all(first <= best + 1e-5 for first, best in zip(hasty, patient))
+    assert any(first < best - 0.01 for first, best in zip(hasty, patient))
 
 
 def test_prefix_that_breaks_a_constraint_ends_the_translation():

@@ -218,6 +218,17 @@ def test_ctranslate2_with_two_batches_at_a_time_gives_each_client_its_own_transl
     assert not [warning for warning in recwarn if 'unknown' in str(warning.message)]
 
 
+def test_server_does_not_warn_of_a_fallback(recwarn):
+    "Its log holds JSON alone. Outside the server, the same translator still warns."
+    pytest.importorskip('ctranslate2')
+    translator = Translator.load(device='cpu', engine='ctranslate2')
+    with limited(translator) as client:
+        assert client.post('/attention', json={'q': 'The dog sleeps.'}).status_code == 200
+    assert not [warning for warning in recwarn if 'Falling back' in str(warning.message)]
+    with pytest.warns(UserWarning, match='Falling back to PyTorch'):
+        translator.attention('The dog sleeps.')
+
+
 def test_one_timeout_for_reading_and_translating():
     class SlowRequest:
         headers = {}
